@@ -1,0 +1,134 @@
+"""Life of a stage's process: logs, telemetry, metrics, start, signals, drain, exit code.
+
+SIGTERM and SIGINT drain: the stage stops being ready, running requests get `grace_s` seconds, then it ends with exit
+code 0. A second signal ends it at once (exit code 1). A stage started by `tokenloom serve` also ends when the launcher
+does, however that died: it holds the read end of a pipe whose write end only the launcher has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import uvloop
+
+from tokenloom.common.config import ProcessSettings
+from tokenloom.common.errors import SetupError
+from tokenloom.common.logs import setup_logs
+from tokenloom.common.metrics import MetricsServer, setup_process_metrics
+from tokenloom.common.telemetry import setup_telemetry
+
+log = logging.getLogger(__name__)
+EXIT_SETUP = 2
+_STOP_LIMIT_S = 10.0
+_ORPHAN_GRACE_S = 5.0
+
+
+class Stage(Protocol):
+    """One of Tokenloom's programs."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Listen and begin to work; readiness may come later. Raises SetupError if it cannot."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop being ready, refuse new requests, return when running ones have ended or after `grace_s` seconds."""
+
+    async def stop(self) -> None:
+        """Give up what is left and release everything."""
+
+
+def run_main(main: Callable[[], int]) -> int:
+    """Run a program's body; a SetupError is one line on standard error and exit code 2."""
+    try:
+        return main()
+    except SetupError as error:
+        print(f"tokenloom: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_SETUP
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tokenloom"):
+            raise
+        print(f"tokenloom: {error.name} is not installed; pip install 'tokenloom[all]'", file=sys.stderr)  # noqa: T201
+        return EXIT_SETUP
+
+
+def run_stage(name: str, process: ProcessSettings, build: Callable[[], Stage]) -> int:
+    """Run a stage until it is told to stop.
+
+    Args:
+        name: gateway, tokenizer, scheduler or executor.
+        process: settings of the process.
+        build: makes the stage, inside the running loop.
+
+    Returns: the exit code.
+
+    Raises: SetupError if the stage cannot start.
+    """
+    setup_logs(name, process.log_level, process.log_format)
+    if process.parent_fd >= 0:
+        _end_with_parent(process.parent_fd)
+    setup_process_metrics(name)
+    provider = setup_telemetry(name, process.otlp_endpoint)
+    try:
+        return uvloop.run(_life(process, build))
+    finally:
+        if provider is not None:
+            provider.shutdown()
+
+
+async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
+    stage = build()
+    told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, told_to_stop)
+    metrics = MetricsServer(process.metrics_listen) if process.metrics_listen else None
+    try:
+        if metrics is not None:
+            await metrics.start()
+        await stage.start()
+        gc.collect()
+        gc.freeze()
+        await told_to_stop.wait()
+        log.info("draining, at most %.0f s", process.grace_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stage.drain(process.grace_s), process.grace_s + _STOP_LIMIT_S)
+    finally:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stage.stop(), _STOP_LIMIT_S)
+        if metrics is not None:
+            await metrics.stop()
+    log.info("stopped")
+    return 0
+
+
+def _on_signal(told_to_stop: asyncio.Event) -> None:
+    if told_to_stop.is_set():
+        log.warning("second signal: ending at once")
+        os._exit(1)
+    told_to_stop.set()
+
+
+def _end_with_parent(fd: int) -> None:
+    """Watch the launcher's pipe in a thread; at its end ask for a stop, then insist."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 1):
+                pass
+        log.warning("the launcher is gone; stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
