@@ -23,10 +23,10 @@ from tokenloom.common.errors import Internal, SetupError, TokenloomError, Unauth
 
 log = logging.getLogger(__name__)
 if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]  # generic in the stubs only
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
-    Interceptor = grpc.aio.ServerInterceptor  # generic in the stubs only
-Handler = grpc.RpcMethodHandler[Any, Any]
+    Handler, Interceptor = grpc.RpcMethodHandler, grpc.aio.ServerInterceptor
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 _HEALTH = "/grpc.health.v1.Health/"
 _REFLECTION = "/grpc.reflection."

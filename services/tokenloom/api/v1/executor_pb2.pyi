@@ -224,6 +224,7 @@ class ExecuteRequest(_message.Message):
     NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Number of the plan; rises by one."""
     @_builtins.property
@@ -270,6 +271,10 @@ class ExecuteRequest(_message.Message):
     def grammars(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrammarToPrepare]:
         """Grammars to prepare, ahead of the rows that use them."""
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """The plan's own trace, whose span links to the requests in it; empty if nobody records."""
+
     def __init__(
         self,
         *,
@@ -285,10 +290,11 @@ class ExecuteRequest(_message.Message):
         new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
         grammars: _abc.Iterable[Global___GrammarToPrepare] | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "feeds_back", b"feeds_back", "finished_row_ids", b"finished_row_ids", "grammars", b"grammars", "new_block_ids", b"new_block_ids", "new_rows", b"new_rows", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "row_ids", b"row_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "feeds_back", b"feeds_back", "finished_row_ids", b"finished_row_ids", "grammars", b"grammars", "new_block_ids", b"new_block_ids", "new_rows", b"new_rows", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_new_blocks", b"num_new_blocks", "num_scheduled_tokens", b"num_scheduled_tokens", "row_ids", b"row_ids", "step_id", b"step_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,6 +313,7 @@ class NewRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     GRAMMAR_KEY_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     row_id: _builtins.int
     """Never reused in an epoch."""
     request_id: _builtins.str
@@ -329,6 +336,10 @@ class NewRow(_message.Message):
     def stop(self) -> _common_pb2.StopConditions:
         """Stop tokens and min_tokens, for masking."""
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """The request's trace; the executor's span of the row, from this plan to the row's end, belongs to it."""
+
     def __init__(
         self,
         *,
@@ -339,10 +350,11 @@ class NewRow(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _common_pb2.StopConditions | None = ...,
         grammar_key: _builtins.str = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "grammar_key", b"grammar_key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "row_id", b"row_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids", "grammar_key", b"grammar_key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "row_id", b"row_id", "sampling", b"sampling", "stop", b"stop", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
