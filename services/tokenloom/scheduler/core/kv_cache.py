@@ -62,7 +62,7 @@ class KVCache:
         """Begin a block table with found blocks; announces the blocks that the request is going to compute."""
         assert not request.block_ids
         self.pool.acquire(found)
-        request.block_ids = found
+        request.block_ids = list(found)
         request.num_hashed_blocks = len(found)
         for block_hash in self._hashes(request)[len(found) :]:
             self._computing.setdefault(block_hash, request)
