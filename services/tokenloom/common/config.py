@@ -40,6 +40,7 @@ def setting(
     choices: Sequence[str] = (),
     secret: bool = False,
     form: str = "",
+    hidden: bool = False,
 ) -> Any:
     """Declare a dataclass field as a setting.
 
@@ -50,8 +51,9 @@ def setting(
         choices: the accepted words.
         secret: the value is not shown in help or errors.
         form: the accepted form, for error messages.
+        hidden: not for people; left out of the help.
     """
-    info = {"help": help, "parse": parse, "choices": tuple(choices), "secret": secret, "form": form}
+    info = {"help": help, "parse": parse, "choices": tuple(choices), "secret": secret, "form": form, "hidden": hidden}
     return dataclasses.field(default=default, metadata={"setting": info})
 
 
@@ -97,7 +99,7 @@ class ProcessSettings:
     cluster_token: str = setting("", "Credential between stages; empty: stages trust their callers.", secret=True)
     otlp_endpoint: str = setting("", "OpenTelemetry collector (gRPC, http://host:4317); empty: no export.")
     grace_s: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.")
-    parent_fd: int = setting(-1, "Inherited pipe; the stage stops when its other end closes. Set by `tokenloom serve`.")
+    parent_fd: int = setting(-1, "Inherited pipe; the stage stops when its other end closes.", hidden=True)
 
 
 def parse(cls: type[T], prog: str, description: str, argv: Sequence[str]) -> T:
@@ -105,7 +107,7 @@ def parse(cls: type[T], prog: str, description: str, argv: Sequence[str]) -> T:
 
     Raises: SetupError naming the setting, the value and the accepted form.
     """
-    parser = _Parser(prog=prog, description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
+    parser = _Parser(prog, f"{prog} [options]", description, formatter_class=_HelpFormatter, allow_abbrev=False)
     for name, info, default in _settings_of(cls):
         _add_flag(parser, name, info, default)
     given = vars(parser.parse_args(list(argv)))
@@ -113,30 +115,40 @@ def parse(cls: type[T], prog: str, description: str, argv: Sequence[str]) -> T:
 
 
 def _settings_of(cls: type[Any]) -> list[tuple[str, dict[str, Any], Any]]:
-    """All settings of `cls`, composed ones included: (field name, its info, default)."""
-    found: list[tuple[str, dict[str, Any], Any]] = []
+    """All settings of `cls`, its own before composed ones: (field name, its info, default)."""
+    own: list[tuple[str, dict[str, Any], Any]] = []
+    composed: list[tuple[str, dict[str, Any], Any]] = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            found += _settings_of(typing.cast("type[Any]", hints[field.name]))
+            composed += _settings_of(typing.cast("type[Any]", hints[field.name]))
         else:
-            found.append((field.name, field.metadata["setting"], field.default))
-    return found
+            own.append((field.name, field.metadata["setting"], field.default))
+    return own + composed
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, info: dict[str, Any], default: Any) -> None:
     shown = "" if info["secret"] or default in ("", (), -1) else f"default {default}; "
     words = f" One of: {', '.join(info['choices'])}." if info["choices"] else ""
     repeat = " Repeatable." if isinstance(default, tuple) else ""
+    text = f"{info['help']}{words}{repeat} ({shown}{env_name(name)})"
     parser.add_argument(
         "--" + name.replace("_", "-"),
         dest=name,
-        metavar="WORD" if info["choices"] else type(default).__name__.upper() if default is not None else "VALUE",
+        metavar=_metavar(info, default),
         action="append" if isinstance(default, tuple) else "store",
         nargs="?" if isinstance(default, bool) else None,
         const="true" if isinstance(default, bool) else None,
-        help=f"{info['help']}{words}{repeat} ({shown}{env_name(name)})".replace("%", "%%"),
+        help=argparse.SUPPRESS if info["hidden"] else text.replace("%", "%%"),
     )
+
+
+def _metavar(info: dict[str, Any], default: Any) -> str:
+    if info["choices"]:
+        return "WORD"
+    if info["parse"] is parse_bytes:
+        return "SIZE"
+    return {bool: "BOOL", int: "N", float: "NUMBER"}.get(type(default), "TEXT")
 
 
 def _build(cls: type[T], given: Mapping[str, Any], environ: Mapping[str, str]) -> T:

@@ -72,3 +72,8 @@ def inject(context: Context) -> common_pb2.TraceContext:
 def context_of(span: trace.Span) -> Context:
     """The context in which children of `span` start."""
     return trace.set_span_in_context(span, Context())
+
+
+def is_recording() -> bool:
+    """Somebody receives this process's spans."""
+    return isinstance(trace.get_tracer_provider(), TracerProvider)

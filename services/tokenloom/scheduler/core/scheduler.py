@@ -281,7 +281,9 @@ class Scheduler:
             request.num_confirmed_tokens += row.num_scheduled_tokens
         reason = None
         if row.samples:
-            sampled = output.sampled[row.row_id]
+            sampled = output.sampled.get(row.row_id)
+            if sampled is None:
+                return self._finish(request, FinishReason.ERROR, "the executor sampled no token for this request")
             request.num_pending -= 1
             told.token_ids, told.logprobs = sampled.token_ids, sampled.logprobs
             for token_id in sampled.token_ids:

@@ -1,0 +1,151 @@
+"""The connection to the executor: capabilities, a new epoch, then plans out and results in, in order.
+
+A lost executor is looked for again, with backoff, for ever; each new connection is a new epoch, so a plan of an older
+one can do no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
+from tokenloom.common.channel import bearer_metadata, make_channel
+from tokenloom.common.errors import FailedPrecondition, TokenloomError, Unavailable, from_rpc_error
+from tokenloom.common.telemetry import inject
+from tokenloom.scheduler import convert
+from tokenloom.scheduler.capabilities import Capabilities
+from tokenloom.scheduler.core.plan import ModelOutput, SchedulerOutput
+
+log = logging.getLogger(__name__)
+END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_CALL_TIMEOUT_S = 10.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+
+class ExecutorEvents(Protocol):
+    """Whoever makes the plans."""
+
+    def on_executor_ready(self, capabilities: Capabilities) -> None:
+        """Plans may be sent from now on; earlier ones are void. Raises TokenloomError to refuse the executor."""
+
+    def on_result(self, output: ModelOutput) -> None:
+        """The oldest plan in flight was run."""
+
+    def on_executor_lost(self, reason: str) -> None:
+        """No result will come any more for the plans in flight."""
+
+
+class ExecutorClient:
+    """One executor.
+
+    Args:
+        address: where it listens.
+        token: the cluster credential.
+        num_blocks: how many KV blocks to lay out, given what it can do.
+        step_timeout_s: how long a plan in flight may go without any result.
+    """
+
+    def __init__(
+        self, address: str, token: str, num_blocks: Callable[[Capabilities], int], step_timeout_s: float
+    ) -> None:
+        self._address = address
+        self._metadata = bearer_metadata(token)
+        self._num_blocks = num_blocks
+        self._step_timeout_s = step_timeout_s
+        self._outgoing: asyncio.Queue[executor_pb2.ExecuteRequest] = asyncio.Queue()  # bounded by plans in flight
+        self._epoch = executor_pb2.Epoch()
+        self._num_in_flight = 0
+        self._last_problem = ""
+
+    def send(self, plan: SchedulerOutput, trace_context: Any = None) -> None:
+        """Queue a plan for sending; its result comes as `on_result`."""
+        trace = None if trace_context is None else inject(trace_context)
+        self._outgoing.put_nowait(convert.execute_request_of(plan, self._epoch, trace))
+        self._num_in_flight += 1
+
+    async def run(self, events: ExecutorEvents) -> None:
+        """Keep connected until cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            channel: Any = make_channel(self._address)
+            is_up = False
+            try:
+                stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
+                capabilities = await self._begin_epoch(stub)
+                call = stub.Execute(metadata=self._metadata)
+                events.on_executor_ready(capabilities)
+                is_up, backoff_s, self._last_problem = True, _FIRST_BACKOFF_S, ""
+                await self._exchange(call, events)
+                raise Unavailable("the executor ended the stream")
+            except grpc.aio.AioRpcError as error:
+                self._report(str(from_rpc_error(error)))
+            except TokenloomError as error:
+                self._report(str(error))
+            finally:
+                if is_up:
+                    events.on_executor_lost(self._last_problem)
+                await channel.close()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _begin_epoch(self, stub: Any) -> Capabilities:
+        capabilities_call = stub.GetCapabilities(
+            executor_pb2.GetCapabilitiesRequest(), metadata=self._metadata, timeout=_CALL_TIMEOUT_S
+        )
+        response = await capabilities_call
+        if abs(response.schema_revision - convert.SCHEMA_REVISION) > 1:
+            raise FailedPrecondition(
+                f"the executor speaks schema revision {response.schema_revision}, we {convert.SCHEMA_REVISION}"
+            )
+        capabilities = convert.capabilities_of(response)
+        request = executor_pb2.InitializeRequest(num_blocks=self._num_blocks(capabilities))
+        self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch
+        self._outgoing = asyncio.Queue()
+        self._num_in_flight = 0
+        return capabilities
+
+    async def _exchange(self, call: Any, events: ExecutorEvents) -> None:
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while True:
+                response = await self._read(call)
+                if response is END_OF_STREAM:
+                    return
+                self._num_in_flight -= 1
+                events.on_result(convert.model_output_of(response))
+        finally:
+            writer.cancel()
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await writer
+
+    async def _read(self, call: Any) -> Any:
+        """The next result. Waits without limit while no plan is in flight."""
+        pending = asyncio.ensure_future(call.read())
+        try:
+            while True:
+                was_idle = self._num_in_flight == 0
+                done, _ = await asyncio.wait((pending,), timeout=self._step_timeout_s)
+                if done:
+                    return pending.result()
+                if not was_idle:
+                    raise Unavailable(f"the executor gave no result for {self._step_timeout_s:.0f} s")
+        finally:
+            pending.cancel()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await call.write(await self._outgoing.get())
+
+    def _report(self, problem: str) -> None:
+        """Log a problem once, not at each attempt."""
+        if problem != self._last_problem:
+            log.warning("executor %s: %s", self._address, problem)
+        self._last_problem = problem

@@ -1,0 +1,62 @@
+"""The scheduler as a process: server, engine, executor client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from tokenloom.api.v1 import engine_pb2_grpc
+from tokenloom.common.grpc_server import GrpcServer
+from tokenloom.scheduler.config import SchedulerSettings
+from tokenloom.scheduler.engine import Engine
+from tokenloom.scheduler.executor_client import ExecutorClient
+from tokenloom.scheduler.servicer import EngineServicer
+
+log = logging.getLogger(__name__)
+SERVICE = "tokenloom.api.v1.EngineService"
+
+
+class SchedulerStage:
+    """Implements `tokenloom.common.stage.Stage`."""
+
+    name = "scheduler"
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        token = settings.process.cluster_token
+        self._client = ExecutorClient(
+            settings.executor, token, lambda can: can.num_blocks(settings), settings.step_timeout_s
+        )
+        self.engine = Engine(settings, self._client)
+        services = [(engine_pb2_grpc.add_EngineServiceServicer_to_server, EngineServicer(self.engine), SERVICE)]
+        self.server = GrpcServer(settings.listen, services, cluster_token=token)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen, and look for the executor in the background."""
+        await self.server.start()
+        self._tasks = [
+            asyncio.create_task(self._client.run(self.engine)),
+            asyncio.create_task(self._follow_readiness()),
+        ]
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, wait for the running ones."""
+        self.engine.drain()
+        await self.server.set_serving(False)
+        await self.engine.wait_until_idle(grace_s)
+
+    async def stop(self) -> None:
+        """End what is left."""
+        self.engine.stop()
+        await self.server.stop(1.0)
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            await self.server.set_serving(self.engine.is_ready)
+            self.engine.readiness_changed.clear()
+            await self.engine.readiness_changed.wait()
