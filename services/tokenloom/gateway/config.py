@@ -1,0 +1,32 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenloom.common.config import ProcessSettings, parse_bytes, positive_int, setting
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """What the gateway is told at start."""
+
+    process: ProcessSettings
+    listen: str = setting("127.0.0.1:8000", "Where to serve HTTP: host:port or unix:PATH.")
+    tokenizer: tuple[str, ...] = setting(
+        ("127.0.0.1:8101",), "Addresses of tokenizer stages, host:port or unix:PATH; several may be comma separated."
+    )
+    api_key: tuple[str, ...] = setting((), "Key that callers of /v1 must send; none: open.", secret=True)
+    metrics_from: tuple[str, ...] = setting((), "Metrics addresses of other stages, whose pages /metrics appends.")
+    max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", parse=parse_bytes)
+    body_timeout_s: float = setting(60.0, "Seconds in which a request's body must have arrived.")
+    max_num_requests: int = setting(4096, "Requests in flight; more are answered 429.", parse=positive_int)
+    max_buffered_bytes: int = setting(
+        256 << 10, "Text held for a client that reads slowly; beyond it the request is cancelled.", parse=parse_bytes
+    )
+    request_timeout_s: float = setting(3600.0, "Longest time that one request may take, in seconds.")
+
+    @property
+    def tokenizer_addresses(self) -> tuple[str, ...]:
+        """Each tokenizer's address, in the order given."""
+        return tuple(part.strip() for text in self.tokenizer for part in text.split(",") if part.strip())

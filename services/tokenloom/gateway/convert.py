@@ -1,0 +1,202 @@
+"""Bodies and frames: the only gateway module that sees both HTTP's types and the wire's.
+
+Way in: a body becomes a `SessionStart` with all that a retry needs (request id, seed). Way out: the columns of a frame
+are dealt to their generations in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import orjson
+
+from tokenloom.api.v1 import common_pb2, inference_pb2
+from tokenloom.common.errors import from_proto
+from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Usage
+from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
+
+SCHEMA_REVISION = 1
+_U64 = 2**64 - 1
+FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What goes on with a body: the request's id, a seed if the caller sent none, the caller's key and trace."""
+
+    request_id: str
+    default_seed: int
+    key_digest: bytes
+    trace: common_pb2.TraceContext
+
+
+def chat_start(body: ChatBody, context: CallContext) -> inference_pb2.SessionStart:
+    """The frame's form of a chat request; handle and remaining time are set when it is sent."""
+    chat = inference_pb2.ChatRequest(
+        messages=[_message(message) for message in body.messages],
+        options=_options(body, body.num_logprobs, body.max_generated_tokens, context),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    if body.chat_template_kwargs:
+        chat.template_kwargs_json = orjson.dumps(body.chat_template_kwargs).decode()
+    if body.continue_final_message:
+        chat.add_generation_prompt = False
+    elif body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    return inference_pb2.SessionStart(key_digest=context.key_digest, trace=context.trace, chat=chat)
+
+
+def completion_start(body: CompletionBody, context: CallContext) -> inference_pb2.SessionStart:
+    """The frame's form of a completion request; handle and remaining time are set when it is sent."""
+    complete = inference_pb2.CompleteRequest(
+        prompts=[_prompt(prompt) for prompt in body.prompt],
+        options=_options(body, body.num_logprobs, body.max_generated_tokens, context),
+        echo=bool(body.echo),
+    )
+    if body.echo and body.num_logprobs is not None and body.prompt_logprobs is None:
+        complete.options.sampling.num_prompt_logprobs = body.num_logprobs
+    return inference_pb2.SessionStart(key_digest=context.key_digest, trace=context.trace, complete=complete)
+
+
+def options_of(start: inference_pb2.SessionStart) -> inference_pb2.GenerationOptions:
+    """The options of either kind of request, in place."""
+    return start.chat.options if start.HasField("chat") else start.complete.options
+
+
+def _options(
+    body: GenerationBody, num_logprobs: int | None, max_tokens: int | None, context: CallContext
+) -> inference_pb2.GenerationOptions:
+    options = inference_pb2.GenerationOptions(
+        model=body.model or "",
+        sampling=_sampling(body, num_logprobs, context.default_seed),
+        stop=common_pb2.StopConditions(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+        ),
+        stop_strings=body.stop,
+        include_stop_string=bool(body.include_stop_str_in_output),
+        num_choices=body.num_choices,
+        skip_special_tokens=body.skip_special_tokens,
+        priority_class=body.priority,
+        cache_salt=body.cache_salt or "",
+        request_id=context.request_id,
+        return_token_ids=bool(body.return_token_ids),
+    )
+    return options
+
+
+def _sampling(body: GenerationBody, num_logprobs: int | None, default_seed: int) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        seed=default_seed if body.seed is None else body.seed & _U64,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    calls = [
+        inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
+        for call in message.tool_calls or ()
+    ]
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.text,
+        name=message.name or "",
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or "",
+    )
+
+
+def _prompt(prompt: str | list[int]) -> inference_pb2.Prompt:
+    if isinstance(prompt, str):
+        return inference_pb2.Prompt(text=prompt)
+    return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
+
+
+def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]) -> list[int]:
+    """Deal a frame's parts to their generations, in field order.
+
+    Args:
+        frame: what one or more engine steps brought.
+        find: the generation of a handle; None if it is gone (cancelled while the frame was under way).
+
+    Returns: handles of requests that ended.
+    """
+    for accepted in frame.accepted:
+        if generation := find(accepted.handle):
+            generation.accept(_accepted(accepted.accepted))
+    _deliver_outputs(frame.outputs, find)
+    for end in frame.choices_finished:
+        if generation := find(end.handle):
+            generation.finish_choice(end.finished.choice_index, _finish(end.finished))
+    ended: list[int] = []
+    for completed in frame.completed:
+        ended.append(completed.handle)
+        if generation := find(completed.handle):
+            generation.complete(_usage(completed.usage))
+    for failed in frame.failed:
+        ended.append(failed.handle)
+        if generation := find(failed.handle):
+            generation.fail(from_proto(failed.error))
+    return ended
+
+
+def _deliver_outputs(outputs: inference_pb2.TextOutputs, find: Callable[[int], Generation | None]) -> None:
+    rows = zip(outputs.handles, outputs.choice_indexes, outputs.num_tokens, outputs.texts, strict=True)
+    for handle, choice_index, num_tokens, text in rows:
+        if generation := find(handle):
+            generation.add_text(choice_index, text, num_tokens)
+    for extra in outputs.extras:
+        if generation := find(extra.handle):
+            delta = extra.delta
+            generation.add_details(
+                delta.choice_index,
+                list(delta.token_ids),
+                _positions(delta.logprobs),
+                _positions(delta.prompt_logprobs),
+            )
+
+
+def _positions(positions: Iterable[inference_pb2.TokenLogprobs]) -> list[Position]:
+    return [
+        Position(token=_logprob(position.token), top=[_logprob(entry) for entry in position.top])
+        for position in positions
+    ]
+
+
+def _logprob(proto: inference_pb2.TokenLogprob) -> Logprob:
+    return Logprob(token_id=proto.token_id, text=proto.text, utf8=proto.utf8, value=proto.logprob)
+
+
+def _accepted(proto: inference_pb2.Accepted) -> Accepted:
+    return Accepted(model=proto.model, prompts=[list(prompt.ids) for prompt in proto.prompts])
+
+
+def _finish(proto: inference_pb2.ChoiceFinished) -> Finish:
+    reason = FINISH_REASONS.get(proto.reason, "stop")
+    if proto.stop_string:
+        return Finish(reason, proto.stop_string)
+    return Finish(reason, proto.stop_token_id if proto.HasField("stop_token_id") else None)
+
+
+def _usage(proto: inference_pb2.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=proto.num_prompt_tokens,
+        num_generated_tokens=proto.num_generated_tokens,
+        num_cached_tokens=proto.num_cached_tokens,
+    )

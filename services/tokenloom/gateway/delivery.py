@@ -1,0 +1,146 @@
+"""Carries a generation to its HTTP client: as a stream of events or as one body.
+
+The answer starts when the request was accepted; a refusal before that has a proper HTTP status. While the handler
+works, a second task watches for the client's going away, which cancels the request at the tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenloom.common.errors import Cancelled
+from tokenloom.gateway import metrics
+from tokenloom.gateway.answers import StreamAnswer, WholeAnswer
+from tokenloom.gateway.generation import Generation, Update
+from tokenloom.gateway.request_info import RequestInfo, info_of
+from tokenloom.gateway.tokenizer_pool import TokenizerPool
+
+# What a slow reader gets to take the error event before its connection is cut.
+SLOW_READER_GRACE_S = 10.0
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Delivery(Response):
+    """An answer that is made while it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, generation: Generation, pool: TokenizerPool) -> None:
+        super().__init__()
+        self._generation = generation
+        self._pool = pool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then release the request whatever happened."""
+        generation = self._generation
+        watcher = asyncio.create_task(_cancel_on_disconnect(receive, generation))
+        try:
+            await self.deliver(scope, send)
+        finally:
+            watcher.cancel()
+            generation.abandon(Cancelled("the answer was given up", reason="GIVEN_UP"))
+            self._pool.release(generation)
+
+    async def deliver(self, scope: Scope, send: Send) -> None:
+        """Send the answer. Raises: TokenloomError while nothing was sent yet."""
+        raise NotImplementedError
+
+    def note(self, info: RequestInfo, update: Update) -> None:
+        """Count what an update brought."""
+        if update.accepted is not None:
+            info.span.set_attribute("gen_ai.response.model", update.accepted.model)
+        if update.choices and info.first_token_s is None:
+            info.mark_first_token()
+        for index, choice in update.choices.items():
+            if choice.finish is not None:
+                info.finish_reasons[index] = choice.finish.reason
+        if update.usage is not None:
+            metrics.PROMPT_TOKENS.inc(update.usage.num_prompt_tokens)
+            metrics.GENERATED_TOKENS.inc(update.usage.num_generated_tokens)
+            info.span.set_attribute("gen_ai.usage.input_tokens", update.usage.num_prompt_tokens)
+            info.span.set_attribute("gen_ai.usage.output_tokens", update.usage.num_generated_tokens)
+            reasons = [info.finish_reasons[index] for index in sorted(info.finish_reasons)]
+            info.span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        if update.error is not None:
+            info.error = update.error
+            metrics.ENDED_EARLY.labels(update.error.reason.lower()).inc()
+
+
+class WholeDelivery(Delivery):
+    """One JSON body, when everything is there."""
+
+    def __init__(self, generation: Generation, pool: TokenizerPool, answer: WholeAnswer) -> None:
+        super().__init__(generation, pool)
+        self._answer = answer
+
+    async def deliver(self, scope: Scope, send: Send) -> None:
+        """Collect, then send."""
+        info = info_of(scope)
+        while True:
+            update = await self._generation.next_update()
+            self.note(info, update)
+            self._answer.add(update)
+            if update.usage is not None:
+                break
+        body = self._answer.body(update.usage)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class StreamDelivery(Delivery):
+    """Server-sent events, one write per update."""
+
+    def __init__(self, generation: Generation, pool: TokenizerPool, answer: StreamAnswer) -> None:
+        super().__init__(generation, pool)
+        self._answer = answer
+
+    async def deliver(self, scope: Scope, send: Send) -> None:
+        """Send events as they come."""
+        info, generation = info_of(scope), self._generation
+        cut: list[asyncio.TimerHandle] = []
+        generation.on_slow_reader = partial(_cut_later, scope, cut)
+        try:
+            has_started = False
+            while True:
+                update = await generation.next_update()
+                self.note(info, update)
+                if update.error is not None and not has_started:
+                    raise update.error
+                if update.accepted is not None:
+                    self._answer.begin(update.accepted)
+                if update.choices:
+                    generation.is_restartable = False
+                if not has_started and (update.accepted is not None or update.is_last):
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    has_started = True
+                events = self._answer.render(update)
+                if events or update.is_last:
+                    await send({"type": "http.response.body", "body": events, "more_body": not update.is_last})
+                if update.is_last:
+                    return
+        finally:
+            for timer in cut:
+                timer.cancel()
+
+
+async def _cancel_on_disconnect(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.abandon(Cancelled("the client went away", reason="CLIENT_DISCONNECTED"))
+
+
+def _cut_later(scope: Scope, timers: list[asyncio.TimerHandle]) -> None:
+    """Cut the connection of a client that takes nothing, not even the error."""
+    abort: Callable[[], None] | None = scope.get("state", {}).get("abort_connection")
+    if abort is not None:
+        timers.append(asyncio.get_running_loop().call_later(SLOW_READER_GRACE_S, abort))

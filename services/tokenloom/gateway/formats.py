@@ -1,0 +1,182 @@
+"""How the two endpoints write a choice; what they share is in answers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Finish
+from tokenloom.gateway.logprob_formats import CompletionLogprobs, chat_logprobs, prompt_logprobs
+
+
+class Format(Protocol):
+    """An endpoint's way to write choices."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """The choice of the chunk that opens a choice; None if the endpoint has none."""
+
+    def chunk(self, index: int, update: ChoiceUpdate) -> dict[str, Any]:
+        """The choice of a chunk with text or details."""
+
+    def last_chunk(self, index: int, finish: Finish) -> dict[str, Any]:
+        """The choice of the chunk that closes a choice."""
+
+    def whole(self, index: int, choice: ChoiceUpdate) -> dict[str, Any]:
+        """A finished choice of an answer that is not streamed."""
+
+    def extras(self, accepted: Accepted, choices: Sequence[ChoiceUpdate]) -> dict[str, Any]:
+        """Further top-level fields of a whole answer (given its choices) or of a stream's first chunk (given none)."""
+
+    def begin(self, accepted: Accepted) -> None:
+        """The request was taken; called before any other, and again when it began anew."""
+
+
+class ChatFormat:
+    """Chat completions.
+
+    Args:
+        has_logprobs: the caller asked for logprobs.
+        has_token_ids: the caller asked for token ids (vLLM's return_token_ids).
+    """
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    whole_object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, *, has_logprobs: bool = False, has_token_ids: bool = False) -> None:
+        self._has_logprobs = has_logprobs
+        self._has_token_ids = has_token_ids
+
+    def begin(self, accepted: Accepted) -> None:
+        """Nothing to note."""
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """Opens with the role."""
+        return _chat_chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def chunk(self, index: int, update: ChoiceUpdate) -> dict[str, Any]:
+        """Goes on with content."""
+        choice = _chat_chunk(index, {"content": update.text}, None)
+        return self._with_details(choice, update)
+
+    def last_chunk(self, index: int, finish: Finish) -> dict[str, Any]:
+        """Closes with an empty delta."""
+        return {**_chat_chunk(index, {}, finish.reason), "stop_reason": finish.stop_reason}
+
+    def whole(self, index: int, choice: ChoiceUpdate) -> dict[str, Any]:
+        """A choice with its message."""
+        assert choice.finish is not None
+        whole = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": choice.finish.reason,
+            "stop_reason": choice.finish.stop_reason,
+        }
+        return self._with_details(whole, choice)
+
+    def extras(self, accepted: Accepted, choices: Sequence[ChoiceUpdate]) -> dict[str, Any]:
+        """The prompt's ids and logprobs."""
+        extras: dict[str, Any] = {}
+        if self._has_token_ids:
+            extras["prompt_token_ids"] = accepted.prompts[0] if accepted.prompts else []
+        if choices and choices[0].prompt_logprobs:
+            extras["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs)
+        return extras
+
+    def _with_details(self, choice: dict[str, Any], update: ChoiceUpdate) -> dict[str, Any]:
+        if self._has_logprobs:
+            choice["logprobs"] = chat_logprobs(update.logprobs)
+        if self._has_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
+
+
+def _chat_chunk(index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+class CompletionFormat:
+    """Text completions.
+
+    Args:
+        has_logprobs: the caller asked for logprobs.
+        has_token_ids: the caller asked for token ids.
+        echo: the prompt's text, and its logprobs if asked for, come first.
+        has_prompt_logprobs: the caller asked for vLLM's prompt_logprobs.
+        num_choices: choices per prompt.
+    """
+
+    id_prefix: ClassVar[str] = "cmpl-"
+    whole_object: ClassVar[str] = "text_completion"
+    chunk_object: ClassVar[str] = "text_completion"
+
+    def __init__(
+        self,
+        *,
+        has_logprobs: bool = False,
+        has_token_ids: bool = False,
+        echo: bool = False,
+        has_prompt_logprobs: bool = False,
+        num_choices: int = 1,
+    ) -> None:
+        self._has_logprobs = has_logprobs
+        self._has_token_ids = has_token_ids
+        self._echo = echo
+        self._has_prompt_logprobs = has_prompt_logprobs
+        self._num_choices = num_choices
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._unsent_prompts: dict[int, list[int]] = {}
+
+    def begin(self, accepted: Accepted) -> None:
+        """Note the prompts' ids, which go out with each choice's first piece."""
+        if self._has_token_ids:
+            choices = enumerate(prompt for prompt in accepted.prompts for _ in range(self._num_choices))
+            self._unsent_prompts = dict(choices)
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """Text completions open with text."""
+        return None
+
+    def chunk(self, index: int, update: ChoiceUpdate) -> dict[str, Any]:
+        """Goes on with text."""
+        return self._with_details(
+            {"index": index, "text": update.text, "logprobs": None, "finish_reason": None}, update
+        )
+
+    def last_chunk(self, index: int, finish: Finish) -> dict[str, Any]:
+        """Closes with empty text."""
+        return {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": finish.reason,
+            "stop_reason": finish.stop_reason,
+        }
+
+    def whole(self, index: int, choice: ChoiceUpdate) -> dict[str, Any]:
+        """A choice with its text."""
+        assert choice.finish is not None
+        whole: dict[str, Any] = {**self.last_chunk(index, choice.finish), "text": choice.text}
+        if self._has_prompt_logprobs:
+            whole["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
+        return self._with_details(whole, choice)
+
+    def extras(self, accepted: Accepted, choices: Sequence[ChoiceUpdate]) -> dict[str, Any]:
+        """Nothing: all is in the choices."""
+        return {}
+
+    def _with_details(self, choice: dict[str, Any], update: ChoiceUpdate) -> dict[str, Any]:
+        if self._has_logprobs:
+            logprobs = self._logprobs.setdefault(choice["index"], CompletionLogprobs())
+            prompt = update.prompt_logprobs if self._echo else ()
+            choice["logprobs"] = logprobs.render(update.text, prompt, update.logprobs)
+        if self._has_token_ids:
+            choice["token_ids"] = update.token_ids
+            if choice["index"] in self._unsent_prompts:
+                choice["prompt_token_ids"] = self._unsent_prompts.pop(choice["index"])
+        return choice

@@ -1,0 +1,211 @@
+"""One request in flight, between the session that fills it and the HTTP handler that empties it.
+
+    session --accept, add_text, ..., complete or fail--> Generation --next_update--> handler --SSE or JSON--> client
+            <----------------- on_abandoned ------------            <---abandon-----
+
+Everything that arrives before the handler comes back merges into one Update, so a slow handler costs one write and not
+one per step. What waits while the handler is busy writing is bounded: a client that reads too slowly loses its request.
+After the terminal update (usage or error) nothing follows, whatever the session still sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenloom.common.errors import ResourceExhausted, TokenloomError
+
+_LOGPROB_BYTES = 64
+_TOKEN_ID_BYTES = 8
+
+
+@dataclass(slots=True)
+class Logprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    text: str
+    utf8: bytes
+    value: float
+
+
+@dataclass(slots=True)
+class Position:
+    """Logprobs at one position: the token that stands there and the most likely ones, best first."""
+
+    token: Logprob
+    top: list[Logprob]
+
+
+@dataclass(slots=True)
+class Finish:
+    """Why a choice ended: OpenAI's finish_reason, and the stop string or stop token that was found, if any."""
+
+    reason: str
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request took, in tokens."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class Accepted:
+    """The request was taken: by which model, and the prompts as it sees them."""
+
+    model: str
+    prompts: list[list[int]]
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """What is new in one choice."""
+
+    text: str = ""
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Position] = field(default_factory=list)
+    prompt_logprobs: list[Position] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new in a request. `was_restarted` voids everything told before, in this update the parts first."""
+
+    was_restarted: bool = False
+    accepted: Accepted | None = None
+    choices: dict[int, ChoiceUpdate] = field(default_factory=dict)
+    usage: Usage | None = None
+    error: TokenloomError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing follows."""
+        return self.usage is not None or self.error is not None
+
+    def choice(self, index: int) -> ChoiceUpdate:
+        """The update of one choice, made at need."""
+        found = self.choices.get(index)
+        if found is None:
+            found = self.choices[index] = ChoiceUpdate()
+        return found
+
+
+def _nothing() -> None:
+    """Nobody to tell."""
+
+
+class Generation:
+    """A request in flight.
+
+    Args:
+        request_id: its id in every stage.
+        max_buffered_bytes: most text that may wait while the handler is busy.
+
+    Attributes:
+        is_restartable: nothing was told to the client yet, so another session may begin anew. The handler clears it.
+        is_over: the terminal update was made.
+        on_abandoned: called when this side ends the request; set by the session.
+        on_slow_reader: called when the bound was hit; set by the handler.
+    """
+
+    def __init__(self, request_id: str, max_buffered_bytes: int) -> None:
+        self.request_id = request_id
+        self.is_restartable = True
+        self.is_over = False
+        self.on_abandoned: Callable[[], None] = _nothing
+        self.on_slow_reader: Callable[[], None] = _nothing
+        self._max_buffered_bytes = max_buffered_bytes
+        self._num_buffered_bytes = 0
+        self._update = Update()
+        self._has_news = asyncio.Event()
+        self._is_awaited = False
+
+    async def next_update(self) -> Update:
+        """All that is new; waits until there is something."""
+        self._is_awaited = True
+        await self._has_news.wait()
+        self._is_awaited = False
+        self._has_news.clear()
+        update, self._update = self._update, Update()
+        self._num_buffered_bytes = 0
+        return update
+
+    def accept(self, accepted: Accepted) -> None:
+        """The tokenizer took the request."""
+        if not self.is_over:
+            self._update.accepted = accepted
+            self._has_news.set()
+
+    def add_text(self, choice_index: int, text: str, num_tokens: int) -> None:
+        """A choice went on."""
+        if self.is_over:
+            return
+        choice = self._update.choice(choice_index)
+        choice.text += text
+        choice.num_tokens += num_tokens
+        self._buffered(len(text) if text.isascii() else len(text.encode()))
+
+    def add_details(
+        self, choice_index: int, token_ids: list[int], logprobs: list[Position], prompt_logprobs: list[Position]
+    ) -> None:
+        """Ids and logprobs of tokens, for requests that asked."""
+        if self.is_over:
+            return
+        choice = self._update.choice(choice_index)
+        choice.token_ids += token_ids
+        choice.logprobs += logprobs
+        choice.prompt_logprobs += prompt_logprobs
+        num_entries = sum(1 + len(position.top) for position in (*logprobs, *prompt_logprobs))
+        self._buffered(len(token_ids) * _TOKEN_ID_BYTES + num_entries * _LOGPROB_BYTES)
+
+    def finish_choice(self, choice_index: int, finish: Finish) -> None:
+        """A choice ended."""
+        if not self.is_over:
+            self._update.choice(choice_index).finish = finish
+            self._has_news.set()
+
+    def complete(self, usage: Usage) -> None:
+        """The request ended well."""
+        if not self.is_over:
+            self._update.usage = usage
+            self._end()
+
+    def fail(self, error: TokenloomError) -> None:
+        """The request ended badly, by the tokenizer's word. What was told before still counts."""
+        if not self.is_over:
+            self._update.error = error
+            self._end()
+
+    def restart(self) -> None:
+        """Its session was lost before the client saw anything: another one begins anew."""
+        if not self.is_over:
+            self._update = Update(was_restarted=True)
+            self._num_buffered_bytes = 0
+            self._has_news.set()
+
+    def abandon(self, error: TokenloomError) -> None:
+        """End it from this side and tell the session. Nothing happens if it is over."""
+        if not self.is_over:
+            self.fail(error)
+            self.on_abandoned()
+
+    def _buffered(self, num_bytes: int) -> None:
+        self._num_buffered_bytes += num_bytes
+        self._has_news.set()
+        if not self._is_awaited and self._num_buffered_bytes > self._max_buffered_bytes:
+            self._update = Update()
+            limit = self._max_buffered_bytes >> 10
+            self.abandon(ResourceExhausted(f"the client left more than {limit} KiB unread", reason="SLOW_READER"))
+            self.on_slow_reader()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._has_news.set()

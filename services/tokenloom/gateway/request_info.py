@@ -1,0 +1,68 @@
+"""What the gateway knows about an HTTP request while it is answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from opentelemetry import trace
+from starlette.types import Scope
+
+from tokenloom.common.errors import TokenloomError
+from tokenloom.gateway import metrics
+
+_KEY = "request_info"
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """One HTTP request.
+
+    Attributes:
+        hex_id: unique; the completion's id is made from it, so it is found in every stage's log.
+        public_id: value of the x-request-id response header: the caller's own, else `hex_id`.
+        span: the request's server span.
+        started_s: `time.perf_counter` at the request's head.
+        key_digest: SHA-256 of the caller's key; empty if it sent none.
+        status: HTTP status of the answer; 0 before it started.
+        first_token_s: seconds from the start to the first token; None before it.
+        error: what ended a generation early.
+    """
+
+    hex_id: str
+    public_id: str
+    span: trace.Span
+    started_s: float = field(default_factory=time.perf_counter)
+    key_digest: bytes = b""
+    status: int = 0
+    first_token_s: float | None = None
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    error: TokenloomError | None = None
+    route: str = "unknown"
+
+    def elapsed_s(self) -> float:
+        """Seconds since the request's head."""
+        return time.perf_counter() - self.started_s
+
+    def mark_first_token(self) -> None:
+        """The first token is here."""
+        self.first_token_s = self.elapsed_s()
+        metrics.TIME_TO_FIRST_TOKEN.labels(self.route).observe(self.first_token_s)
+
+
+def new_hex_id() -> str:
+    """32 random hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def attach(scope: Scope, info: RequestInfo) -> None:
+    """Make `info` that of the request."""
+    scope.setdefault("state", {})[_KEY] = info
+
+
+def info_of(scope: Scope) -> RequestInfo:
+    """The request's info."""
+    info = scope["state"][_KEY]
+    assert isinstance(info, RequestInfo)
+    return info

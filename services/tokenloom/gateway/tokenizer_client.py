@@ -1,0 +1,252 @@
+"""The gateway's end of one tokenizer: a Session that carries all requests, and the stage's health.
+
+Three tasks per tokenizer: one keeps a session open (reads frames, reconnects with backoff), one writes what is to be
+sent as merged frames, one watches grpc.health.v1. When a session is lost, its requests go back to the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tokenloom.api.v1 import inference_pb2, inference_pb2_grpc
+from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES, bearer_metadata, make_channel
+from tokenloom.common.errors import FailedPrecondition, Unavailable, from_rpc_error
+from tokenloom.gateway import convert, metrics
+from tokenloom.gateway.generation import Generation
+
+log = logging.getLogger(__name__)
+SERVICE = "tokenloom.api.v1.InferenceService"
+# A frame and its framing must stay under the limit of a message.
+MAX_START_BYTES = PUBLIC_MESSAGE_BYTES - (64 << 10)
+_WELCOME_LIMIT_S = 10.0
+_UNARY_LIMIT_S = 5.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_FRAME_BYTES = 1 << 20
+_MAX_U32 = 2**32 - 1
+
+
+@dataclass(slots=True)
+class Call:
+    """A generation, what starts it anywhere, and when its time is up (the loop's clock)."""
+
+    generation: Generation
+    start: inference_pb2.SessionStart
+    deadline_s: float
+    num_attempts: int = 0
+
+
+class _Outbox:
+    """What the session has still to send; whatever piles up while a frame is written goes into the next one."""
+
+    def __init__(self) -> None:
+        self._starts: dict[int, inference_pb2.SessionStart] = {}
+        self._cancelled: list[int] = []
+        self._has_work = asyncio.Event()
+
+    def add_start(self, start: inference_pb2.SessionStart) -> None:
+        self._starts[start.handle] = start
+        self._has_work.set()
+
+    def add_cancel(self, handle: int) -> None:
+        if self._starts.pop(handle, None) is None:
+            self._cancelled.append(handle)
+            self._has_work.set()
+
+    async def next_frame(self) -> inference_pb2.SessionRequest:
+        """A frame of about 1 MiB at most, unless one request alone is larger."""
+        await self._has_work.wait()
+        frame = inference_pb2.SessionRequest(cancelled_handles=self._cancelled)
+        self._cancelled.clear()
+        size = 0
+        for handle, start in list(self._starts.items()):
+            size += start.ByteSize()
+            if frame.starts and size > _FRAME_BYTES:
+                break
+            frame.starts.append(self._starts.pop(handle))
+        if not self._starts:
+            self._has_work.clear()
+        return frame
+
+
+class TokenizerClient:
+    """A tokenizer as the pool sees it.
+
+    Args:
+        address: `unix:PATH` or `host:port`.
+        cluster_token: credential between stages; empty: none.
+        client_id: this gateway's name in the tokenizer's logs.
+        on_lost: told the calls of a session that ended.
+        on_up: told when a session is open.
+
+    Attributes:
+        is_up: a session is open.
+        is_draining: the tokenizer asked for no new requests.
+        is_serving: its health says SERVING.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        cluster_token: str,
+        client_id: str,
+        on_lost: Callable[[list[Call]], None],
+        on_up: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.is_up = False
+        self.is_draining = False
+        self.is_serving = False
+        self._client_id = client_id
+        self._metadata = bearer_metadata(cluster_token)
+        self._on_lost = on_lost
+        self._on_up = on_up
+        self._channel = make_channel(address, max_message_bytes=PUBLIC_MESSAGE_BYTES)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._outbox = _Outbox()
+        self._calls: dict[int, Call] = {}
+        self._generations: dict[int, Generation] = {}
+        self._last_handle = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of the open session."""
+        return len(self._calls)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._tasks = [asyncio.create_task(self._keep_session()), asyncio.create_task(self._watch_health())]
+
+    async def stop(self) -> None:
+        """Close the session; its calls are handed to `on_lost`."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    def submit(self, call: Call) -> None:
+        """Send a call. It needs an open session."""
+        assert self.is_up
+        self._last_handle += 1
+        handle = self._last_handle
+        call.num_attempts += 1
+        call.start.handle = handle
+        remaining_s = call.deadline_s - asyncio.get_running_loop().time()
+        convert.options_of(call.start).remaining_time_ms = min(max(1, round(remaining_s * 1000)), _MAX_U32)
+        call.generation.on_abandoned = lambda: self._cancel(handle)
+        self._calls[handle] = call
+        self._generations[handle] = call.generation
+        self._outbox.add_start(call.start)
+
+    async def list_models(self) -> list[inference_pb2.Model]:
+        """The models served there. Raises: TokenloomError."""
+        try:
+            request = inference_pb2.ListModelsRequest()
+            response = await self._stub.ListModels(request, timeout=_UNARY_LIMIT_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return list(response.models)
+
+    def _cancel(self, handle: int) -> None:
+        if self._calls.pop(handle, None) is not None:
+            del self._generations[handle]
+            self._outbox.add_cancel(handle)
+
+    async def _keep_session(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._run_session()
+                why = "it closed the session"
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {error.details()}"
+            except (FailedPrecondition, Unavailable) as error:
+                why = error.message
+            except Exception:
+                log.exception("unexpected error in the session with tokenizer %s", self.address)
+                why = "unexpected error"
+            finally:
+                was_up = self._lose_session()
+            log.log(logging.WARNING if was_up else logging.DEBUG, "no session with tokenizer %s: %s", self.address, why)
+            backoff_s = _FIRST_BACKOFF_S if was_up else min(backoff_s * 2, _MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _run_session(self) -> None:
+        """Hold one session until it ends."""
+        stream: Any = self._stub.Session(metadata=self._metadata)  # type: ignore[call-arg]  # written to, not iterated
+        writer: asyncio.Task[None] | None = None
+        try:
+            await self._greet(stream)
+            self._outbox = _Outbox()
+            writer = asyncio.create_task(self._write(stream, self._outbox))
+            self.is_up = True
+            metrics.SESSIONS.labels(self.address).set(1)
+            self._on_up()
+            while isinstance(frame := await stream.read(), inference_pb2.SessionResponse):
+                self._take(frame)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            stream.cancel()
+
+    async def _greet(self, stream: Any) -> None:
+        hello = inference_pb2.SessionHello(schema_revision=convert.SCHEMA_REVISION, client_id=self._client_id)
+        try:
+            async with asyncio.timeout(_WELCOME_LIMIT_S):
+                await stream.write(inference_pb2.SessionRequest(hello=hello))
+                first = await stream.read()
+        except TimeoutError:
+            raise Unavailable(f"no welcome within {_WELCOME_LIMIT_S:.0f} s") from None
+        if not isinstance(first, inference_pb2.SessionResponse) or not first.HasField("welcome"):
+            raise Unavailable("the session ended before its welcome")
+        revision = first.welcome.schema_revision
+        if abs(revision - convert.SCHEMA_REVISION) > 1:
+            raise FailedPrecondition(f"it speaks schema revision {revision}, this gateway {convert.SCHEMA_REVISION}")
+        log.info("session with tokenizer %s, model %s", self.address, first.welcome.model)
+
+    def _take(self, frame: inference_pb2.SessionResponse) -> None:
+        for handle in convert.deliver(frame, self._generations.get):
+            self._calls.pop(handle, None)
+            self._generations.pop(handle, None)
+        self.is_draining = self.is_draining or frame.draining
+
+    @staticmethod
+    async def _write(stream: Any, outbox: _Outbox) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells why
+            while True:
+                await stream.write(await outbox.next_frame())
+
+    def _lose_session(self) -> bool:
+        """Give the session's calls back. Returns: whether there was one."""
+        was_up = self.is_up
+        self.is_up = self.is_draining = False
+        metrics.SESSIONS.labels(self.address).set(0)
+        lost = list(self._calls.values())
+        self._calls.clear()
+        self._generations.clear()
+        self._last_handle = 0
+        if lost:
+            self._on_lost(lost)
+        return was_up
+
+    async def _watch_health(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        while True:
+            try:
+                async for response in stub.Watch(request):
+                    self.is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
+            except grpc.aio.AioRpcError as error:
+                log.debug("no health from tokenizer %s: %s", self.address, error.details())
+            self.is_serving = False
+            await asyncio.sleep(random.uniform(0.1, 0.3))
