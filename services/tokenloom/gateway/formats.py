@@ -172,9 +172,8 @@ class CompletionFormat:
 
     def _with_details(self, choice: dict[str, Any], update: ChoiceUpdate) -> dict[str, Any]:
         if self._has_logprobs:
-            logprobs = self._logprobs.setdefault(choice["index"], CompletionLogprobs())
-            prompt = update.prompt_logprobs if self._echo else ()
-            choice["logprobs"] = logprobs.render(update.text, prompt, update.logprobs)
+            logprobs = self._logprobs.setdefault(choice["index"], CompletionLogprobs(self._echo))
+            choice["logprobs"] = logprobs.render(update.text, update.prompt_logprobs, update.logprobs)
         if self._has_token_ids:
             choice["token_ids"] = update.token_ids
             if choice["index"] in self._unsent_prompts:

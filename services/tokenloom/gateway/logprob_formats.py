@@ -31,9 +31,13 @@ class CompletionLogprobs:
 
     With `echo` the prompt's tokens come first. The first of them has no logprob; its text is what the echoed text has
     before the second token.
+
+    Args:
+        echo: the text begins with the prompt's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, echo: bool) -> None:
+        self._echo = echo
         self._offset = 0
         self._echoed = ""
         self._has_begun = False
@@ -43,20 +47,23 @@ class CompletionLogprobs:
 
         Args:
             text: the chunk's text.
-            prompt: logprobs of prompt tokens from the second on; empty without echo.
+            prompt: logprobs of prompt tokens from the second on; left out without echo.
             positions: logprobs of generated tokens.
         """
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if not self._has_begun:
-            self._echoed += text
-        if prompt and not self._has_begun:
-            rest = self._echoed.find("".join(position.token.text for position in prompt))
-            self._append(lists, self._echoed[: max(rest, 0)], None, None)
-        self._has_begun = self._has_begun or bool(prompt) or bool(positions)
-        for position in (*prompt, *positions):
+        if self._echo and not self._has_begun:
+            self._begin(lists, text, prompt or positions)
+        for position in (*(prompt if self._echo else ()), *positions):
             top = {entry.text: max(entry.value, _LOWEST) for entry in position.top}
             self._append(lists, position.token.text, max(position.token.value, _LOWEST), top)
         return lists
+
+    def _begin(self, lists: dict[str, list[Any]], text: str, known: Sequence[Position]) -> None:
+        self._echoed += text
+        if known:
+            rest = self._echoed.find("".join(position.token.text for position in known))
+            self._append(lists, self._echoed[: max(rest, 0)], None, None)
+            self._has_begun = True
 
     def _append(self, lists: dict[str, list[Any]], token: str, logprob: float | None, top: Any) -> None:
         lists["tokens"].append(token)

@@ -104,6 +104,7 @@ class GatewayStage:
                 loop="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
