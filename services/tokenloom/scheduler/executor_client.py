@@ -89,9 +89,9 @@ class ExecutorClient:
             except TokenloomError as error:
                 self._report(str(error))
             finally:
-                if is_up:
-                    events.on_executor_lost(self._last_problem)
                 await channel.close()
+            if is_up:
+                events.on_executor_lost(self._last_problem)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 

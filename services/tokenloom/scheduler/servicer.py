@@ -18,7 +18,7 @@ from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.request import FinishReason
 from tokenloom.scheduler.engine import Engine
 from tokenloom.scheduler.sessions import Stream, TokenizerSession
-from tokenloom.scheduler.watchers import LoadState, load_of
+from tokenloom.scheduler.watchers import LoadState, StepRecord, load_of
 
 log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
@@ -136,17 +136,24 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.WatchStepsRequest, context: Any
     ) -> AsyncIterator[engine_pb2.WatchStepsResponse]:
         """Every plan as it is made."""
-        async for record, num_dropped in self._engine.watchers.watch():
-            yield engine_pb2.WatchStepsResponse(
-                step_id=record.step_id,
-                max_num_batched_tokens=record.max_num_batched_tokens,
-                request_ids=record.request_ids,
-                num_scheduled_tokens=record.num_scheduled_tokens,
-                num_computed_tokens=record.num_computed_tokens,
-                preempted_request_ids=record.preempted_request_ids,
-                load=_load_proto(record.load),
-                num_dropped=num_dropped,
-            )
+        watchers = self._engine.watchers
+        with watchers.subscribe() as queue:
+            await context.send_initial_metadata(())  # tells the reader that it sees every plan from here on
+            while True:
+                yield _step_proto(await queue.get(), watchers.take_num_dropped(queue))
+
+
+def _step_proto(record: StepRecord, num_dropped: int) -> engine_pb2.WatchStepsResponse:
+    return engine_pb2.WatchStepsResponse(
+        step_id=record.step_id,
+        max_num_batched_tokens=record.max_num_batched_tokens,
+        request_ids=record.request_ids,
+        num_scheduled_tokens=record.num_scheduled_tokens,
+        num_computed_tokens=record.num_computed_tokens,
+        preempted_request_ids=record.preempted_request_ids,
+        load=_load_proto(record.load),
+        num_dropped=num_dropped,
+    )
 
 
 def _load_proto(load: LoadState) -> engine_pb2.Load:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenloom.scheduler.core.plan import SchedulerOutput
@@ -66,14 +67,17 @@ class StepWatchers:
             else:
                 queue.put_nowait(record)
 
-    async def watch(self) -> AsyncIterator[tuple[StepRecord, int]]:
-        """Plans from now on, each with the number of plans missed just before it."""
+    @contextmanager
+    def subscribe(self) -> Iterator[asyncio.Queue[StepRecord]]:
+        """A queue of the plans made from now on."""
         queue: asyncio.Queue[StepRecord] = asyncio.Queue(_QUEUED_STEPS)
         self._queues[queue] = 0
         try:
-            while True:
-                record = await queue.get()
-                num_dropped, self._queues[queue] = self._queues[queue], 0
-                yield record, num_dropped
+            yield queue
         finally:
             del self._queues[queue]
+
+    def take_num_dropped(self, queue: asyncio.Queue[StepRecord]) -> int:
+        """Plans that did not fit into the queue since the last call."""
+        num_dropped, self._queues[queue] = self._queues[queue], 0
+        return num_dropped
