@@ -6,13 +6,18 @@ Each is a real gRPC servicer whose answers are a pure function of what it was as
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenloom.api.v1 import common_pb2, executor_pb2, executor_pb2_grpc
-from tokenloom.common.errors import FailedPrecondition
+from tokenloom.api.v1 import common_pb2, executor_pb2, executor_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tokenloom.common.auth import ApiKeys
+from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
+from tokenloom.common.errors import FailedPrecondition, NotFound, TokenloomError, to_proto
+from tokenloom.common.grpc_server import GrpcServer
 
 EXECUTOR_SERVICE = "tokenloom.api.v1.ExecutorService"
 
@@ -148,3 +153,236 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             response.num_sampled.append(1)
             response.sampled_token_ids.append(token_id)
             response.num_logprobs_per_token.append(0)
+
+
+FAKE_MODEL = "fake-model"
+FAKE_WORDS = ("river", "čaj", "stone", "🌍", "漢字", "light", "seven", "ünder", "map", "quiet", "ash", "door")
+_News = asyncio.Queue[inference_pb2.SessionResponse | None]  # None ends the session
+
+
+def fake_tokens(prompt: str, seed: int, num_tokens: int) -> list[str]:
+    """The texts that FakeTokenizerStage generates, one per token."""
+    texts: list[str] = []
+    for position in range(num_tokens):
+        digest = hashlib.sha256(f"{prompt}|{seed}|{position}".encode()).digest()
+        texts.append(" " + FAKE_WORDS[digest[0] % len(FAKE_WORDS)])
+    return texts
+
+
+def fake_prompts(start: inference_pb2.SessionStart) -> list[str]:
+    """The prompts of a request as FakeTokenizerStage sees them; each word is a token."""
+    if start.HasField("chat"):
+        return ["\n".join(f"{message.role}: {message.content}" for message in start.chat.messages)]
+    return [
+        prompt.text if prompt.HasField("text") else " ".join(map(str, prompt.token_ids.ids))
+        for prompt in start.complete.prompts
+    ]
+
+
+@dataclass
+class _FakeChoice:
+    texts: list[str]
+    prompt: str
+    num_sent: int = 0
+    is_finished: bool = False
+
+
+@dataclass
+class _FakeRequest:
+    start: inference_pb2.SessionStart
+    options: inference_pb2.GenerationOptions
+    choices: list[_FakeChoice] = field(default_factory=list)
+
+
+class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
+    """A tokenizer stage without an engine: its session gives each choice one token per step.
+
+    Args:
+        address: a Unix socket.
+        keys: API keys that requests need; none: open.
+
+    Attributes:
+        starts: every request that came, in order.
+        cancelled: ids of requests that were cancelled.
+        num_tokens: tokens of a choice without max_tokens, after which it stops.
+        repeat: how often each token's text is repeated, to make large frames.
+        refusal: answers every new request with this error.
+        failure: ends every running request with this error after its next token.
+        may_step: steps wait while it is cleared.
+    """
+
+    def __init__(self, address: str, keys: tuple[str, ...] = ()) -> None:
+        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+        service = (add, self, "tokenloom.api.v1.InferenceService")
+        self._server = GrpcServer(address, [service], max_message_bytes=PUBLIC_MESSAGE_BYTES)
+        self._keys = ApiKeys(keys)
+        self._sessions: set[_News] = set()
+        self.starts: list[inference_pb2.SessionStart] = []
+        self.cancelled: list[str] = []
+        self.num_tokens = 6
+        self.repeat = 1
+        self.refusal: TokenloomError | None = None
+        self.failure: TokenloomError | None = None
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+
+    async def start(self) -> None:
+        """Listen, ready at once."""
+        await self._server.start()
+        await self._server.set_serving(True)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Set the readiness."""
+        await self._server.set_serving(is_serving)
+
+    async def stop(self) -> None:
+        """End everything at once, as a kill does."""
+        await self._server.stop(0)
+
+    def drop_sessions(self) -> None:
+        """End every session; new ones are welcome."""
+        for news in self._sessions:
+            news.put_nowait(None)
+
+    def ask_for_no_more(self) -> None:
+        """Tell every session that the stage drains."""
+        for news in self._sessions:
+            news.put_nowait(inference_pb2.SessionResponse(draining=True))
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        """The one model."""
+        model = inference_pb2.Model(id=FAKE_MODEL, created_s=1_700_000_000, max_model_len=4096)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.SessionResponse]:
+        """Welcome, then frames until the session ends or is dropped."""
+        hello = (await anext(request_iterator)).hello
+        welcome = inference_pb2.SessionWelcome(schema_revision=hello.schema_revision, model=FAKE_MODEL)
+        yield inference_pb2.SessionResponse(welcome=welcome)
+        running: dict[int, _FakeRequest] = {}
+        news: _News = asyncio.Queue()
+        self._sessions.add(news)
+        listener = asyncio.create_task(self._listen(request_iterator, running, news))
+        worker = asyncio.create_task(self._work(running, news))
+        try:
+            while (frame := await news.get()) is not None:
+                yield frame
+        finally:
+            self._sessions.discard(news)
+            listener.cancel()
+            worker.cancel()
+
+    async def _listen(
+        self, frames: AsyncIterator[inference_pb2.SessionRequest], running: dict[int, _FakeRequest], news: _News
+    ) -> None:
+        async for frame in frames:
+            for start in frame.starts:
+                self.starts.append(start)
+                try:
+                    running[start.handle] = self._accept(start)
+                except TokenloomError as error:
+                    failed = inference_pb2.SessionFailed(handle=start.handle, error=to_proto(error))
+                    news.put_nowait(inference_pb2.SessionResponse(failed=[failed]))
+                else:
+                    news.put_nowait(_acceptance(start, running[start.handle]))
+            for handle in frame.cancelled_handles:
+                if (request := running.pop(handle, None)) is not None:
+                    self.cancelled.append(request.options.request_id)
+        news.put_nowait(None)
+
+    def _accept(self, start: inference_pb2.SessionStart) -> _FakeRequest:
+        self._keys.check(start.key_digest)
+        if self.refusal is not None:
+            raise self.refusal
+        options = start.chat.options if start.HasField("chat") else start.complete.options
+        if options.model not in ("", FAKE_MODEL):
+            raise NotFound(f"the model {options.model!r} is not served here", field="model", reason="MODEL_NOT_FOUND")
+        request = _FakeRequest(start, options)
+        num_tokens = options.stop.max_tokens if options.stop.HasField("max_tokens") else self.num_tokens
+        for prompt in fake_prompts(start):
+            for choice in range(options.num_choices or 1):
+                is_greedy = options.sampling.HasField("temperature") and options.sampling.temperature == 0
+                seed = 0 if is_greedy else options.sampling.seed + choice
+                request.choices.append(_FakeChoice(fake_tokens(prompt, seed, num_tokens), prompt))
+        return request
+
+    async def _work(self, running: dict[int, _FakeRequest], news: _News) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            await self.may_step.wait()
+            if not running or news.qsize() > 64:
+                continue
+            frame = inference_pb2.SessionResponse()
+            for handle, request in list(running.items()):
+                if self._step(frame, handle, request):
+                    del running[handle]
+            news.put_nowait(frame)
+
+    def _step(self, frame: inference_pb2.SessionResponse, handle: int, request: _FakeRequest) -> bool:
+        """Give each choice of a request a token. Returns: whether the request ended."""
+        has_limit = request.options.stop.HasField("max_tokens")
+        reason = inference_pb2.FINISH_REASON_LENGTH if has_limit else inference_pb2.FINISH_REASON_STOP
+        for index, choice in enumerate(request.choices):
+            if choice.num_sent < len(choice.texts):
+                self._emit(frame, handle, index, request)
+            if choice.num_sent == len(choice.texts) and not choice.is_finished:
+                choice.is_finished = True
+                finished = inference_pb2.ChoiceFinished(choice_index=index, reason=reason)
+                frame.choices_finished.add(handle=handle, finished=finished)
+        if self.failure is not None:
+            frame.failed.add(handle=handle, error=to_proto(self.failure))
+            return True
+        if not all(choice.is_finished for choice in request.choices):
+            return False
+        usage = inference_pb2.Usage(
+            num_prompt_tokens=sum(len(prompt.split()) for prompt in fake_prompts(request.start)),
+            num_generated_tokens=sum(len(choice.texts) for choice in request.choices),
+            num_cached_tokens=1,
+        )
+        frame.completed.add(handle=handle, usage=usage)
+        return True
+
+    def _emit(self, frame: inference_pb2.SessionResponse, handle: int, index: int, request: _FakeRequest) -> None:
+        choice, outputs, sampling = request.choices[index], frame.outputs, request.options.sampling
+        position = choice.num_sent
+        text = choice.texts[position] * self.repeat
+        if position == 0 and request.start.complete.echo:
+            text = choice.prompt + text
+        outputs.handles.append(handle)
+        outputs.choice_indexes.append(index)
+        outputs.first_token_indexes.append(position)
+        outputs.num_tokens.append(1)
+        outputs.texts.append(text)
+        choice.num_sent += 1
+        delta = inference_pb2.Delta(choice_index=index, first_token_index=position, num_tokens=1)
+        if request.options.return_token_ids:
+            delta.token_ids.append(1000 + position)
+        if sampling.HasField("num_logprobs"):
+            delta.logprobs.append(_fake_logprobs(choice.texts[position], sampling.num_logprobs))
+        if position == 0 and sampling.HasField("num_prompt_logprobs"):
+            words = choice.prompt.split()[1:]
+            delta.prompt_logprobs.extend(_fake_logprobs(f" {word}", sampling.num_prompt_logprobs) for word in words)
+        if delta.token_ids or delta.logprobs or delta.prompt_logprobs:
+            outputs.extras.add(handle=handle, delta=delta)
+
+
+def _fake_logprobs(text: str, num_top: int) -> inference_pb2.TokenLogprobs:
+    def entry(rank: int, text: str) -> inference_pb2.TokenLogprob:
+        return inference_pb2.TokenLogprob(token_id=rank, text=text, utf8=text.encode(), logprob=-0.5 * (rank + 1))
+
+    alternatives = [entry(rank, text if rank == 0 else f"{text}{rank}") for rank in range(num_top)]
+    return inference_pb2.TokenLogprobs(token=entry(0, text), top=alternatives)
+
+
+def _acceptance(start: inference_pb2.SessionStart, request: _FakeRequest) -> inference_pb2.SessionResponse:
+    accepted = inference_pb2.Accepted(
+        request_id=request.options.request_id,
+        created_s=1,
+        model=FAKE_MODEL,
+        seed=request.options.sampling.seed,
+        prompts=[inference_pb2.TokenIds(ids=range(len(prompt.split()))) for prompt in fake_prompts(start)],
+    )
+    taken = inference_pb2.SessionAccepted(handle=start.handle, accepted=accepted)
+    return inference_pb2.SessionResponse(accepted=[taken])
