@@ -1,0 +1,61 @@
+"""The `tokenloom` command: one word says which program, the rest are its flags."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tokenloom import __version__
+from tokenloom.common.errors import SetupError
+from tokenloom.common.stage import run_main
+
+_PROGRAMS = {
+    "serve": ("launcher", "all stages on this machine; start here"),
+    "gateway": ("gateway", "HTTP in OpenAI's format"),
+    "tokenizer": ("tokenizer", "text to tokens and back; the public gRPC API"),
+    "scheduler": ("scheduler", "the engine core: batching plan and KV block table"),
+    "executor": ("executor", "model, KV memory and sampling"),
+}
+
+
+def main() -> None:
+    """Run the program that the command line names; ends the process with its exit code."""
+    sys.exit(run_main(_run))
+
+
+def _run() -> int:
+    word, flags = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if word in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if word in ("-V", "--version", "version"):
+        sys.stdout.write(f"tokenloom {__version__}\n")
+        return 0
+    if word not in _PROGRAMS:
+        raise SetupError(f"unknown program {word!r}; one of: {', '.join(_PROGRAMS)}")
+    package, _ = _PROGRAMS[word]
+    try:
+        program = importlib.import_module(f"tokenloom.{package}.__main__")
+    except ModuleNotFoundError as error:
+        if (error.name or "tokenloom").startswith("tokenloom"):
+            raise
+        extra = "all" if word == "serve" else word
+        raise SetupError(f"{error.name} is not installed; pip install 'tokenloom[{extra}]'") from None
+    code: int = program.main(flags)
+    return code
+
+
+def _help() -> str:
+    lines = [f"  {word:<11}{text}" for word, (_, text) in _PROGRAMS.items()]
+    return "\n".join(
+        [
+            "usage: tokenloom PROGRAM [options]",
+            "",
+            "LLM inference as gRPC services, one per pipeline stage.",
+            "",
+            *lines,
+            "",
+            "tokenloom PROGRAM --help lists a program's options; each has a TOKENLOOM_* environment twin.",
+            "",
+        ]
+    )

@@ -1,0 +1,32 @@
+"""Settings of `tokenloom serve`.
+
+Only what a user of the whole stack sets is a flag here. Every other setting of a stage can be set by its `TOKENLOOM_*`
+variable, which the stages inherit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenloom.common.config import ProcessSettings, non_negative_int, setting
+from tokenloom.common.model_files import EMBEDDED
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """All settings of `tokenloom serve`."""
+
+    process: ProcessSettings
+    host: str = setting("127.0.0.1", "Address of the HTTP server.")
+    port: int = setting(8000, "Port of the HTTP server.", parse=non_negative_int)
+    model: str = setting(EMBEDDED, "Folder (safetensors or one GGUF), GGUF file, hub id, or the word embedded.")
+    api_key: tuple[str, ...] = setting((), "Key that callers must send; none: open to everybody.", secret=True)
+    dtype: str = setting(
+        "", "Number format of weights and KV: bfloat16, float32 or auto; empty: the executor's default."
+    )
+    device: str = setting("", "Where the model runs: cpu, cuda or auto; empty: the executor's default.")
+    kv_cache_bytes: str = setting("", "KV memory, for example 2GiB; empty: the executor's default.")
+    max_model_len: int = setting(0, "Longest sequence in tokens; 0: the model's.", parse=non_negative_int)
+    max_num_seqs: int = setting(0, "Most requests that run at once; 0: the default.", parse=non_negative_int)
+    max_num_batched_tokens: int = setting(0, "Token budget of a step; 0: the default.", parse=non_negative_int)
+    start_timeout_s: float = setting(600.0, "Seconds that all stages together may take to become ready.")

@@ -1,0 +1,68 @@
+"""Which processes make up the stack, and with which flags."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenloom.common.config import child_environ, env_name
+from tokenloom.launcher.config import ServeSettings
+
+STAGES = ("executor", "scheduler", "tokenizer", "gateway")
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """Command lines and environment of all stages.
+
+    Args:
+        argv: flags by stage.
+        environ: of every stage; carries the secrets, which must not stand in a command line.
+        sockets: gRPC address of each inner stage.
+    """
+
+    argv: dict[str, list[str]]
+    environ: dict[str, str]
+    sockets: dict[str, str]
+    cluster_token: str
+
+
+def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
+    """Lay out the stack below `run_dir`, which only its owner may enter."""
+    sockets = {name: f"unix:{run_dir}/{name}.sock" for name in STAGES[:3]}
+    pages = {name: f"unix:{run_dir}/{name}.metrics" for name in STAGES[:3]}
+    process = settings.process
+    token = process.cluster_token or secrets.token_hex(32)
+    common = {
+        "log_level": process.log_level,
+        "log_format": process.log_format,
+        "otlp_endpoint": process.otlp_endpoint,
+        "grace_s": process.grace_s,
+    }
+    limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.max_num_batched_tokens}
+    own: dict[str, dict[str, object]] = {
+        "executor": {
+            "model": settings.model,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "kv_cache_bytes": settings.kv_cache_bytes,
+            "max_model_len": settings.max_model_len,
+            **limits,
+        },
+        "scheduler": {"executor": sockets["executor"], **limits},
+        "tokenizer": {"scheduler": sockets["scheduler"], "model": settings.model},
+        "gateway": {"tokenizer": sockets["tokenizer"], "listen": f"{settings.host}:{settings.port}"},
+    }
+    argv = {name: _flags({**common, **own[name]}) for name in STAGES}
+    for name in STAGES[:3]:
+        argv[name] += _flags({"listen": sockets[name], "metrics_listen": pages[name]})
+        argv["gateway"] += _flags({"metrics_from": pages[name]})
+    environ = child_environ(**{env_name("cluster_token"): token, env_name("api_key"): ",".join(settings.api_key)})
+    environ.pop(env_name("metrics_listen"), None)
+    return StackPlan(argv, environ, sockets, token)
+
+
+def _flags(values: dict[str, object]) -> list[str]:
+    """Flags for all values that are set; an empty text or 0 leaves the stage's own default."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value not in ("", 0)]
