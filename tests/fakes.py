@@ -9,11 +9,19 @@ import asyncio
 import hashlib
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenloom.api.v1 import common_pb2, executor_pb2, executor_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tokenloom.api.v1 import (
+    common_pb2,
+    engine_pb2,
+    engine_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 from tokenloom.common.auth import ApiKeys
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
 from tokenloom.common.errors import FailedPrecondition, NotFound, TokenloomError, to_proto
@@ -254,7 +262,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         model = inference_pb2.Model(id=FAKE_MODEL, created_s=1_700_000_000, max_model_len=4096)
         return inference_pb2.ListModelsResponse(models=[model])
 
-    async def Session(  # type: ignore[override]
+    async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
         """Welcome, then frames until the session ends or is dropped."""
@@ -386,3 +394,188 @@ def _acceptance(start: inference_pb2.SessionStart, request: _FakeRequest) -> inf
     )
     taken = inference_pb2.SessionAccepted(handle=start.handle, accepted=accepted)
     return inference_pb2.SessionResponse(accepted=[taken])
+
+
+@dataclass(eq=False)
+class _FakeChoiceState:
+    submit: engine_pb2.Submit
+    outputs: list[int]
+    is_started: bool = False
+
+
+@dataclass(eq=False)
+class _FakeEngineSession:
+    choices: dict[int, _FakeChoiceState] = field(default_factory=dict)
+    news: asyncio.Queue[engine_pb2.EngineServiceSessionResponse | None] = field(default_factory=asyncio.Queue)
+
+
+class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
+    """A scheduler without an executor: every step gives each request of every session one token.
+
+    Args:
+        address: a Unix socket.
+        vocab_size: of the tokenizer before it.
+        next_id: all ids of a request so far to its next one; default: `next_token`.
+
+    Attributes:
+        submits: every Submit that came, in order; cancelled and finished: request ids, the latter with tokens kept.
+        num_sessions: sessions that were opened.
+        frames: every frame that was sent.
+        tokens_per_step: how many tokens a step gives each request.
+        refusal: answers every new request with this error.
+        may_step: steps wait while it is cleared.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        vocab_size: int,
+        *,
+        next_id: Callable[[list[int]], int] | None = None,
+        eos_token_ids: tuple[int, ...] = (2,),
+        max_model_len: int = 256,
+        cluster_token: str = "",
+    ) -> None:
+        add = engine_pb2_grpc.add_EngineServiceServicer_to_server
+        services = [(add, self, "tokenloom.api.v1.EngineService")]
+        self._server = GrpcServer(address, services, cluster_token=cluster_token)
+        self._next_id = next_id or (lambda ids: next_token(ids, vocab_size))
+        self._sessions: set[_FakeEngineSession] = set()
+        self._stepper: asyncio.Task[None] | None = None
+        self.welcome = engine_pb2.Welcome(
+            schema_revision=1,
+            engine_epoch=uuid.uuid4().hex,
+            vocab_size=vocab_size,
+            block_size=16,
+            max_model_len=max_model_len,
+            max_num_waiting=64,
+            max_num_logprobs=20,
+            eos_token_ids=eos_token_ids,
+        )
+        self.submits: list[engine_pb2.Submit] = []
+        self.hellos: list[engine_pb2.Hello] = []
+        self.cancelled: list[str] = []
+        self.finished: list[tuple[str, int]] = []
+        self.frames: list[engine_pb2.EngineServiceSessionResponse] = []
+        self.tokens_per_step = 1
+        self.refusal: TokenloomError | None = None
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+
+    @property
+    def num_living(self) -> int:
+        """Choices that run."""
+        return sum(len(session.choices) for session in self._sessions)
+
+    async def start(self) -> None:
+        """Listen and step."""
+        await self._server.start()
+        self._stepper = asyncio.create_task(self._step_on())
+
+    async def stop(self) -> None:
+        """End everything at once, as a kill does."""
+        if self._stepper is not None:
+            self._stepper.cancel()
+        await self._server.stop(0)
+
+    def drain(self) -> None:
+        """Ask for no new requests."""
+        for session in self._sessions:
+            session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(draining=True))
+
+    async def Session(
+        self, request_iterator: AsyncIterator[engine_pb2.EngineServiceSessionRequest], context: Any
+    ) -> AsyncIterator[engine_pb2.EngineServiceSessionResponse]:
+        first = await anext(request_iterator)
+        self.hellos.append(first.hello)
+        session = _FakeEngineSession()
+        yield engine_pb2.EngineServiceSessionResponse(welcome=self.welcome)
+        self._sessions.add(session)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            while (frame := await session.news.get()) is not None:
+                self.frames.append(frame)
+                yield frame
+        finally:
+            reader.cancel()
+            self._sessions.discard(session)
+
+    async def _read(self, session: _FakeEngineSession, messages: AsyncIterator[Any]) -> None:
+        async for message in messages:
+            for submit in message.submits:
+                self.submits.append(submit)
+                if self.refusal is not None:
+                    rejected = engine_pb2.Rejected(handle=submit.handle, error=to_proto(self.refusal))
+                    session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(rejected=[rejected]))
+                else:
+                    session.choices[submit.handle] = _FakeChoiceState(submit, list(submit.resume_token_ids))
+            for finish in message.finishes:
+                if (choice := session.choices.pop(finish.handle, None)) is not None:
+                    self.finished.append((choice.submit.request_id, finish.num_tokens_kept))
+            for cancel in message.cancels:
+                if (choice := session.choices.pop(cancel.handle, None)) is not None:
+                    self.cancelled.append(choice.submit.request_id)
+        session.news.put_nowait(None)
+
+    async def _step_on(self) -> None:
+        while True:
+            await self.may_step.wait()
+            await asyncio.sleep(0.001)
+            for session in self._sessions:
+                if session.choices:
+                    session.news.put_nowait(self._step(session))
+
+    def _step(self, session: _FakeEngineSession) -> engine_pb2.EngineServiceSessionResponse:
+        frame = engine_pb2.EngineServiceSessionResponse()
+        for handle, choice in list(session.choices.items()):
+            if not choice.is_started:
+                choice.is_started = True
+                frame.accepted.add(handle=handle, num_cached_tokens=0)
+                self._add_prompt_logprobs(frame, handle, choice)
+            first = len(choice.outputs)
+            ended = engine_pb2.ENGINE_FINISH_REASON_UNSPECIFIED
+            while len(choice.outputs) < first + self.tokens_per_step and not ended:
+                choice.outputs.append(self._next_id([*choice.submit.prompt_token_ids, *choice.outputs]))
+                ended = self._end_of(choice)
+            _add_fake_row(frame.outputs, handle, first, choice)
+            if ended:
+                frame.finished.add(handle=handle, reason=ended, num_generated_tokens=len(choice.outputs))
+                del session.choices[handle]
+        return frame
+
+    def _end_of(self, choice: _FakeChoiceState) -> engine_pb2.EngineFinishReason.ValueType:
+        stop = choice.submit.stop
+        ends = set(stop.stop_token_ids) | (set() if stop.ignore_eos else set(self.welcome.eos_token_ids))
+        if choice.outputs[-1] in ends:
+            return engine_pb2.ENGINE_FINISH_REASON_STOP_TOKEN
+        if len(choice.outputs) >= stop.max_tokens:
+            return engine_pb2.ENGINE_FINISH_REASON_LENGTH
+        return engine_pb2.ENGINE_FINISH_REASON_UNSPECIFIED
+
+    @staticmethod
+    def _add_prompt_logprobs(
+        frame: engine_pb2.EngineServiceSessionResponse, handle: int, choice: _FakeChoiceState
+    ) -> None:
+        sampling = choice.submit.sampling
+        if not sampling.HasField("num_prompt_logprobs"):
+            return
+        ids, width = choice.submit.prompt_token_ids[1:], sampling.num_prompt_logprobs + 1
+        entries = [token_id + rank for token_id in ids for rank in range(width)]
+        logprobs = [-0.5 - rank for _ in ids for rank in range(width)]
+        frame.prompt_logprobs.add(
+            handle=handle, first_position=1, num_per_token=width, token_ids=entries, logprobs=logprobs
+        )
+
+
+def _add_fake_row(outputs: engine_pb2.StepOutputs, handle: int, first: int, choice: _FakeChoiceState) -> None:
+    """A row of new tokens; logprob entries are the token and the ids behind it, at -0.5, -1.5, ..."""
+    sampling, ids = choice.submit.sampling, choice.outputs[first:]
+    width = sampling.num_logprobs + 1 if sampling.HasField("num_logprobs") else 0
+    outputs.handles.append(handle)
+    outputs.first_token_indexes.append(first)
+    outputs.num_tokens.append(len(ids))
+    outputs.token_ids.extend(ids)
+    outputs.num_logprobs_per_token.append(width)
+    for token_id in ids:
+        outputs.logprob_token_ids.extend(token_id + rank for rank in range(width))
+        outputs.logprobs.extend(-0.5 - rank for rank in range(width))

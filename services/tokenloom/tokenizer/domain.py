@@ -1,0 +1,177 @@
+"""What a request asks for, free of protobuf and gRPC.
+
+None means that the caller left the choice to the model or to the stage; `validation.py` checks the ranges and
+`generation.py` fills the defaults in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; ranges and meanings stand in common.proto."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a choice ends by token; `max_tokens` None is the rest of the context."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function call that an assistant turn made; `arguments_json` as the model wrote it."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn; `content` None (an assistant turn that only calls tools) differs from empty."""
+
+    role: str
+    content: str | None
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A conversation to continue; `add_generation_prompt` None is true unless the final message is continued."""
+
+    messages: tuple[ChatMessage, ...]
+    tools_json: tuple[str, ...] = ()
+    template_kwargs_json: str = ""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteInput:
+    """Prompts to continue, each a text or token ids; `echo` sends the prompt's text first."""
+
+    prompts: tuple[str | Sequence[int], ...]
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What Chat and Complete share; meanings stand in inference.proto's GenerationOptions."""
+
+    model: str = ""
+    sampling: SamplingParams = SamplingParams()
+    stop: StopConditions = StopConditions()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    num_choices: int = 1
+    skip_special_tokens: bool = True
+    has_grammar: bool = False
+    priority_class: int = 0
+    cache_salt: str = ""
+    request_id: str = ""
+    return_token_ids: bool = False
+    resume_token_ids: tuple[tuple[int, ...], ...] = ()
+    resumable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """W3C trace context; empty strings if there is none."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks.
+
+    Args:
+        tenant: whom the scheduler charges; empty if no keys are set.
+        is_isolated: the caller's cached prefixes are shared with no other tenant.
+    """
+
+    tenant: str = ""
+    is_isolated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A whole request.
+
+    Args:
+        remaining_time_s: time left when the request came in; None: no deadline.
+    """
+
+    input: ChatInput | CompleteInput
+    options: Options
+    caller: Caller = Caller()
+    trace: Trace = Trace()
+    remaining_time_s: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """`chat` or `complete`, for spans, metrics and logs."""
+        return "chat" if isinstance(self.input, ChatInput) else "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine said about itself in Welcome."""
+
+    epoch: str
+    model_id: str
+    vocab_size: int
+    max_model_len: int
+    max_num_logprobs: int
+    eos_token_ids: frozenset[int]
+    default_sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One choice as the engine gets it; nothing in it changes when it is sent again.
+
+    Args:
+        sampling: every default filled in, with this choice's own seed.
+        submitted_at_s: monotonic time at which the request was first taken.
+        deadline_s: monotonic time at which its time is up; None: no deadline.
+        is_resumed: the caller had tokens of it already, so bounds do not apply again.
+    """
+
+    request_id: str
+    group_id: str
+    choice_index: int
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    stop: StopConditions
+    priority_class: int
+    tenant: str
+    cache_salt: str
+    trace: Trace
+    submitted_at_s: float
+    deadline_s: float | None
+    is_resumed: bool
+    is_resumable: bool

@@ -1,0 +1,415 @@
+"""The stage's one session to the scheduler, which carries all choices in flight.
+
+What is queued during one turn of the event loop goes out as one message; what a step brought is handled in one go.
+
+**Loss of the session.** Choices in flight stay registered. The client opens a new session, with backoff, and submits
+each of them again: same request id, same seed, the ids it already has as `resume_token_ids`, its age. Rows carry the
+index of their first token, so what arrives twice is cut off by arithmetic and a gap is a fault. A choice whose tokens
+were all there already is ended here. After `takeover_limit_s` without a session, everything in flight fails with
+Unavailable, and so does every new submission until a session is up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from tokenloom.api.v1 import engine_pb2, engine_pb2_grpc
+from tokenloom.common.channel import bearer_metadata, make_channel
+from tokenloom.common.errors import (
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    TokenloomError,
+    Unavailable,
+    from_proto,
+    from_rpc_error,
+)
+from tokenloom.tokenizer import convert
+from tokenloom.tokenizer.domain import EngineInfo, Submission
+from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
+from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, RESUBMISSIONS
+
+log = logging.getLogger(__name__)
+_WELCOME_TIMEOUT_S = 10.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_MAX_SUBMITTED_IDS_PER_MESSAGE = 4 << 20
+_MAX_HANDLE = (1 << 32) - 1
+_RETRY_AFTER_S = 1.0
+
+
+class EngineListener(Protocol):
+    """A choice in flight. Its methods are called in the event loop and must not block."""
+
+    @property
+    def submission(self) -> Submission:
+        """What is sent, and sent again."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids it has."""
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Some of the prompt's logprobs have not arrived."""
+
+    def end_if_complete(self) -> bool:
+        """End the choice if the ids it has are all it can have; True if so."""
+
+    def on_started(self, num_cached_tokens: int) -> None:
+        """The engine began to run it."""
+
+    def on_prompt_logprobs(self, first_position: int, logprobs: list[PositionLogprobs]) -> None:
+        """Logprobs of prompt tokens from a position on."""
+
+    def on_tokens(self, first_token_index: int, token_ids: list[int], logprobs: list[PositionLogprobs]) -> None:
+        """New tokens; some may be known already."""
+
+    def on_finished(self, finish: EngineFinish) -> None:
+        """The engine ended it; the last call."""
+
+    def on_failed(self, error: TokenloomError) -> None:
+        """It was refused or lost; the last call."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    listener: EngineListener
+    was_sent: bool = False
+
+
+class _Outbox:
+    """What waits to be written, by handle."""
+
+    def __init__(self) -> None:
+        self.submits: dict[int, _Entry] = {}
+        self.finishes: dict[int, int] = {}
+        self.cancels: dict[int, str] = {}
+        self.num_submitted_ids = 0
+        self.filled = asyncio.Event()
+
+    def add_submit(self, handle: int, entry: _Entry) -> None:
+        self.submits[handle] = entry
+        self.num_submitted_ids += _num_ids(entry)
+        self.filled.set()
+
+    def drop_submit(self, handle: int) -> bool:
+        """Take a submission back; False if it was written."""
+        entry = self.submits.pop(handle, None)
+        if entry is None:
+            return False
+        self.num_submitted_ids -= _num_ids(entry)
+        return True
+
+    def clear(self) -> None:
+        self.submits.clear()
+        self.finishes.clear()
+        self.cancels.clear()
+        self.num_submitted_ids = 0
+        self.filled.clear()
+
+    def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
+        """Empty the outbox into messages of bounded size."""
+        self.filled.clear()
+        while self.submits or self.finishes or self.cancels:
+            message = engine_pb2.EngineServiceSessionRequest()
+            num_ids = 0
+            while self.submits and num_ids < _MAX_SUBMITTED_IDS_PER_MESSAGE:
+                handle = next(iter(self.submits))
+                entry = self.submits[handle]
+                self.drop_submit(handle)
+                num_ids += _num_ids(entry)
+                message.submits.append(_submit(handle, entry))
+            if not self.submits:
+                for handle, num_tokens_kept in self.finishes.items():
+                    reason = engine_pb2.ENGINE_FINISH_REASON_STOP_STRING
+                    message.finishes.add(handle=handle, num_tokens_kept=num_tokens_kept, reason=reason)
+                for handle, why in self.cancels.items():
+                    message.cancels.add(handle=handle, reason=why)
+                self.finishes.clear()
+                self.cancels.clear()
+            yield message
+
+
+class EngineClient:
+    """Submits choices and hands their tokens to listeners.
+
+    Args:
+        address: the scheduler.
+        cluster_token: credential of the session; empty: none.
+        model_id: must be the engine's.
+        tokenizer_fingerprint: must be the engine's.
+        takeover_limit_s: how long choices in flight wait for a new session.
+        max_queued_ids: bound on prompt ids that wait to be written.
+        on_state: called with True and False as the stage becomes and ceases to be able to serve.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        cluster_token: str,
+        model_id: str,
+        tokenizer_fingerprint: str,
+        takeover_limit_s: float = 30.0,
+        max_queued_ids: int = 16 << 20,
+        on_state: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self._address = address
+        self._metadata = bearer_metadata(cluster_token)
+        client_id = f"tokenizer-{os.getpid()}-{secrets.token_hex(4)}"
+        self._hello = engine_pb2.Hello(
+            schema_revision=convert.SCHEMA_REVISION,
+            client_id=client_id,
+            model_id=model_id,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+        )
+        self._takeover_limit_s = takeover_limit_s
+        self._max_queued_ids = max_queued_ids
+        self._on_state = on_state
+        self._living: dict[int, _Entry] = {}
+        self._outbox = _Outbox()
+        self._next_handle = 1
+        self._info: EngineInfo | None = None
+        self._is_up = False
+        self._is_draining = False
+        self._is_lost = False
+        self._runner: asyncio.Task[None] | None = None
+        self._give_up: asyncio.TimerHandle | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """A session is up and takes requests."""
+        return self._is_up and not self._is_draining
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself last.
+
+        Raises: Unavailable if there never was a session, or there is none and will not be one soon.
+        """
+        if self._info is None or self._is_lost:
+            raise Unavailable("the engine is not there yet", reason="ENGINE_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S)
+        return self._info
+
+    def start(self) -> None:
+        """Begin to connect, for as long as it takes."""
+        self._runner = asyncio.get_running_loop().create_task(self._run(), name="engine-session")
+
+    async def close(self) -> None:
+        """End the session; choices in flight hear no more."""
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+        if self._give_up is not None:
+            self._give_up.cancel()
+
+    def submit(self, listener: EngineListener) -> int:
+        """Put a choice in flight and return its handle.
+
+        Without a session it waits for the next one, within the takeover limit.
+
+        Raises: Unavailable if the engine takes no requests; ResourceExhausted if too many wait to be written. Nothing
+            was changed then.
+        """
+        _ = self.info
+        if self._is_draining:
+            raise Unavailable("the engine is about to stop", reason="DRAINING", retry_after_s=_RETRY_AFTER_S)
+        if self._outbox.num_submitted_ids > self._max_queued_ids:
+            raise ResourceExhausted("too many requests wait for the engine", retry_after_s=_RETRY_AFTER_S)
+        while self._next_handle in self._living:
+            self._next_handle = self._next_handle % _MAX_HANDLE + 1
+        handle = self._next_handle
+        self._next_handle = handle % _MAX_HANDLE + 1
+        entry = self._living[handle] = _Entry(listener)
+        if self._is_up:
+            self._outbox.add_submit(handle, entry)
+        return handle
+
+    def finish(self, handle: int, num_tokens_kept: int) -> None:
+        """Tell the engine that a choice is complete (a stop string); later tokens of it are ignored."""
+        if self._living.pop(handle, None) is not None and self._is_up:
+            self._outbox.finishes[handle] = num_tokens_kept
+            self._outbox.filled.set()
+
+    def cancel(self, handle: int, why: str) -> None:
+        """Tell the engine that nobody waits for a choice; nothing more is heard of it."""
+        if self._living.pop(handle, None) is None or self._outbox.drop_submit(handle) or not self._is_up:
+            return
+        self._outbox.cancels[handle] = why
+        self._outbox.filled.set()
+
+    def forget(self, handle: int) -> None:
+        """Hear nothing more of a choice and tell the engine nothing: a later submission took it over."""
+        self._living.pop(handle, None)
+        self._outbox.drop_submit(handle)
+
+    # --- the session's life ---
+
+    async def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        async with make_channel(self._address) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            while True:
+                try:
+                    await self._session(stub)
+                except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as error:
+                    backoff_s = _FIRST_BACKOFF_S if self._is_up else min(backoff_s * 2, _MAX_BACKOFF_S)
+                    self._on_down(_reason_of(error))
+                except Exception:
+                    log.exception("unexpected error in the engine session")
+                    self._on_down("internal error")
+                finally:
+                    self._is_up = False
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _session(self, stub: engine_pb2_grpc.EngineServiceStub) -> None:
+        """One session, from Hello to its loss; always ends with an exception."""
+        call: Any = stub.Session(metadata=self._metadata)  # type: ignore[call-arg]
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+                await call.write(engine_pb2.EngineServiceSessionRequest(hello=self._hello))
+                first = await call.read()
+            if first is EOF:
+                raise Unavailable(await call.details() or "the scheduler ended the session")
+            self._on_up(self._checked(first))
+            writer = asyncio.get_running_loop().create_task(self._write(call), name="engine-session-writer")
+            self._take(first)
+            while (frame := await call.read()) is not EOF:
+                self._take(frame)
+            raise Unavailable(await call.details() or "the scheduler ended the session")
+        finally:
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.wait([writer])
+
+    async def _write(self, call: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells of the loss
+            while True:
+                await self._outbox.filled.wait()
+                for message in self._outbox.messages():
+                    await call.write(message)
+
+    def _checked(self, frame: engine_pb2.EngineServiceSessionResponse) -> EngineInfo:
+        """What Welcome says. Raises: FailedPrecondition if this engine is not the one the stage was started for."""
+        welcome = frame.welcome
+        if not frame.HasField("welcome") or abs(welcome.schema_revision - convert.SCHEMA_REVISION) > 1:
+            raise FailedPrecondition(f"the scheduler speaks schema revision {welcome.schema_revision}")
+        for name in ("model_id", "tokenizer_fingerprint"):
+            ours, theirs = getattr(self._hello, name), getattr(welcome, name)
+            if ours and theirs and ours != theirs:
+                raise FailedPrecondition(f"the scheduler's {name} is {theirs}, this stage's {ours}")
+        return convert.engine_info(welcome)
+
+    def _on_up(self, info: EngineInfo) -> None:
+        log.info(
+            "engine session up: model %s, epoch %s, %d choices to resume", info.model_id, info.epoch, self.num_living
+        )
+        self._info, self._is_up, self._is_lost, self._is_draining = info, True, False, False
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+        self._outbox.clear()
+        for handle, entry in list(self._living.items()):
+            if entry.listener.end_if_complete():
+                self._living.pop(handle, None)
+            elif handle in self._living:  # the end of another choice may have ended this one's request
+                self._outbox.add_submit(handle, entry)
+        ENGINE_SESSIONS.inc()
+        ENGINE_CONNECTED.set(1)
+        self._on_state(True)
+
+    def _on_down(self, why: str) -> None:
+        level = logging.WARNING if self._is_up or self._info is None else logging.DEBUG
+        log.log(level, "no engine session: %s", why)
+        self._is_up = False
+        ENGINE_CONNECTED.set(0)
+        self._on_state(False)
+        if self._give_up is None and not self._is_lost and self._info is not None:
+            loop = asyncio.get_running_loop()
+            self._give_up = loop.call_later(self._takeover_limit_s, self._fail_all)
+
+    def _fail_all(self) -> None:
+        self._give_up = None
+        self._is_lost = True
+        lost, self._living = self._living, {}
+        log.error("no engine session for %.0f s; %d choices fail", self._takeover_limit_s, len(lost))
+        for entry in lost.values():
+            entry.listener.on_failed(
+                Unavailable("the engine was lost", reason="ENGINE_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S)
+            )
+
+    @property
+    def num_living(self) -> int:
+        """Choices in flight."""
+        return len(self._living)
+
+    # --- frames ---
+
+    def _take(self, frame: engine_pb2.EngineServiceSessionResponse) -> None:
+        """Hand what a frame brought to the listeners, in the order of its fields."""
+        for rejected in frame.rejected:
+            self._tell(rejected.handle, "on_failed", from_proto(rejected.error))
+            self._living.pop(rejected.handle, None)
+        for accepted in frame.accepted:
+            self._tell(accepted.handle, "on_started", accepted.num_cached_tokens)
+        for run in frame.prompt_logprobs:
+            self._tell(run.handle, "on_prompt_logprobs", run.first_position, convert.prompt_positions(run))
+        if frame.HasField("outputs"):
+            for row in convert.token_rows(frame.outputs):
+                self._tell(row.handle, "on_tokens", row.first_token_index, row.token_ids, row.logprobs)
+        for finished in frame.finished:
+            self._tell(finished.handle, "on_finished", convert.engine_finish(finished))
+            self._living.pop(finished.handle, None)
+        if frame.draining and not self._is_draining:
+            log.info("the engine is about to stop")
+            self._is_draining = True
+            self._on_state(False)
+
+    def _tell(self, handle: int, event: str, *details: Any) -> None:
+        """Call a method of a choice's listener; a fault in it ends that choice alone."""
+        if (entry := self._living.get(handle)) is None:
+            return  # finished or cancelled here; the engine did not know yet
+        try:
+            getattr(entry.listener, event)(*details)
+        except Exception as error:
+            submission = entry.listener.submission
+            if not isinstance(error, TokenloomError):
+                log.exception("unexpected error in a choice", extra={"request_id": submission.request_id})
+                error = Internal("internal error; the server's log has the details")
+            self.cancel(handle, "tokenizer_error")
+            entry.listener.on_failed(error)
+
+
+def _num_ids(entry: _Entry) -> int:
+    return len(entry.listener.submission.prompt_token_ids) + len(entry.listener.token_ids)
+
+
+def _submit(handle: int, entry: _Entry) -> engine_pb2.Submit:
+    listener = entry.listener
+    if entry.was_sent:
+        RESUBMISSIONS.inc()
+    proto = convert.submit_proto(
+        handle, listener.submission, listener.token_ids, entry.was_sent, listener.needs_prompt_logprobs
+    )
+    entry.was_sent = True
+    return proto
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        error = from_rpc_error(error)
+    return str(error) or type(error).__name__

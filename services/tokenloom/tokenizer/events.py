@@ -1,0 +1,131 @@
+"""What the engine reports of a choice, and what a request brings forth from Accepted to Completed or Failed."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from tokenloom.common.errors import TokenloomError
+from tokenloom.tokenizer.domain import SamplingParams, StopConditions
+
+
+class PositionLogprobs(NamedTuple):
+    """Logprobs at one position: entry 0 is the token that stands there, then the most likely ones, best first."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class EngineFinishReason(enum.Enum):
+    """Why the engine ended a choice."""
+
+    STOP_TOKEN = enum.auto()
+    LENGTH = enum.auto()
+    DEADLINE = enum.auto()
+    ABORTED = enum.auto()
+    ERROR = enum.auto()
+
+
+class EngineFinish(NamedTuple):
+    """How the engine ended a choice; `error` tells what went wrong, with reason ERROR."""
+
+    reason: EngineFinishReason
+    error: TokenloomError | None
+
+
+class TokenRow(NamedTuple):
+    """New tokens of one choice; `logprobs` has one entry per token, or none if they were not asked for."""
+
+    handle: int
+    first_token_index: int
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs]
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended, as its reader sees it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request was taken; all that a retry needs."""
+
+    request_id: str
+    created_s: int
+    model: str
+    seed: int
+    prompts: tuple[Sequence[int], ...]
+    sampling: SamplingParams
+    stop: StopConditions
+
+
+@dataclass(slots=True)
+class Delta:
+    """More of one choice. Mutable, so that a slow reader's deltas merge; see `append`.
+
+    Args:
+        first_token_index: index of the first of `num_tokens` tokens within the choice.
+        token_ids: only if the caller asked for ids.
+    """
+
+    choice_index: int
+    text: str = ""
+    first_token_index: int = 0
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+    @property
+    def has_extras(self) -> bool:
+        """Carries more than text."""
+        return bool(self.token_ids or self.logprobs or self.prompt_logprobs)
+
+    def append(self, later: Delta) -> None:
+        """Take the delta that follows into this one."""
+        self.text += later.text
+        self.num_tokens += later.num_tokens
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """A choice ended; `stop_string` and `stop_token_id` say by what, if by one."""
+
+    choice_index: int
+    reason: FinishReason
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The request ended well; counts of tokens."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended badly."""
+
+    error: TokenloomError
+
+
+Event = Accepted | Delta | ChoiceFinished | Completed | Failed
+
+
+class EventSink(Protocol):
+    """Where a request's events go. Called in the event loop; must not block."""
+
+    def put(self, event: Event) -> None:
+        """Take the next event."""

@@ -1,0 +1,150 @@
+"""One gateway's session: many requests over one stream.
+
+The requests' events gather in an outbox while the frame of an engine step is handled, and go out as one message when
+the event loop comes round to the writer: one message per step and session, more only if it would be too large. A
+gateway that does not read keeps nobody waiting; at the outbox's bound its session is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+
+from tokenloom.api.v1 import inference_pb2
+from tokenloom.common.errors import FailedPrecondition, Internal, InvalidArgument, TokenloomError
+from tokenloom.tokenizer.auth import Authenticator
+from tokenloom.tokenizer.convert import SCHEMA_REVISION, EventConverter, session_start
+from tokenloom.tokenizer.events import Failed
+from tokenloom.tokenizer.generation import GenerationService
+from tokenloom.tokenizer.outbox import Batch, Outbox, RequestSink, size_of
+
+log = logging.getLogger(__name__)
+_HELLO_TIMEOUT_S = 10.0
+_MAX_FRAME_BYTES = 4 << 20
+
+
+class GatewaySession:
+    """Serves one session.
+
+    Args:
+        max_outbox_bytes: bound on events that wait to be written.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationService,
+        authenticator: Authenticator,
+        converter: EventConverter,
+        *,
+        model_id: str,
+        max_outbox_bytes: int,
+    ) -> None:
+        self._generation = generation
+        self._authenticator = authenticator
+        self._converter = converter
+        self._model_id = model_id
+        self._outbox = Outbox(max_outbox_bytes)
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._last_handle = 0
+        self._must_tell_draining = False
+
+    async def run(
+        self, messages: AsyncIterator[inference_pb2.SessionRequest]
+    ) -> AsyncIterator[inference_pb2.SessionResponse]:
+        """Read the gateway's messages and yield ours, until it ends its side and all its requests have ended.
+
+        Raises: FailedPrecondition if the gateway speaks another schema; ResourceExhausted if it reads too slowly.
+        """
+        first = await self._hello(messages)
+        yield inference_pb2.SessionResponse(
+            welcome=inference_pb2.SessionWelcome(schema_revision=SCHEMA_REVISION, model=self._model_id)
+        )
+        reader = asyncio.get_running_loop().create_task(self._read(first, messages), name="gateway-session-reader")
+        try:
+            while True:
+                batch = await self._outbox.take()
+                for part in _parts(batch):
+                    yield self._converter.frame(part)
+                if self._must_tell_draining:
+                    self._must_tell_draining = False
+                    yield inference_pb2.SessionResponse(draining=True)
+                if reader.done():
+                    reader.result()
+                    if not self._requests and not self._outbox.has_events:
+                        return
+        finally:
+            reader.cancel()
+            for task in self._requests.values():
+                task.cancel()
+            await asyncio.gather(reader, *self._requests.values(), return_exceptions=True)
+
+    def tell_draining(self) -> None:
+        """Ask the gateway for no new requests."""
+        self._must_tell_draining = True
+        self._outbox.wake()
+
+    async def _hello(self, messages: AsyncIterator[inference_pb2.SessionRequest]) -> inference_pb2.SessionRequest:
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                first = await anext(messages)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidArgument("the session did not begin with a hello") from None
+        if not first.HasField("hello"):
+            raise InvalidArgument("the session did not begin with a hello")
+        if abs(first.hello.schema_revision - SCHEMA_REVISION) > 1:
+            theirs = first.hello.schema_revision
+            raise FailedPrecondition(f"the gateway speaks schema revision {theirs}, this stage {SCHEMA_REVISION}")
+        log.info("gateway session opened by %s", first.hello.client_id)
+        return first
+
+    async def _read(
+        self, first: inference_pb2.SessionRequest, messages: AsyncIterator[inference_pb2.SessionRequest]
+    ) -> None:
+        try:
+            self._take(first)
+            async for message in messages:
+                self._take(message)
+        finally:
+            self._outbox.wake()
+
+    def _take(self, message: inference_pb2.SessionRequest) -> None:
+        for start in message.starts:
+            if start.handle <= self._last_handle:
+                raise InvalidArgument(f"handle {start.handle} does not rise", field="handle")
+            self._last_handle = start.handle
+            task = asyncio.get_running_loop().create_task(self._serve(start))
+            self._requests[start.handle] = task
+        for handle in message.cancelled_handles:
+            if (running := self._requests.get(handle)) is not None:
+                running.cancel()
+                self._outbox.drop(handle)
+
+    async def _serve(self, start: inference_pb2.SessionStart) -> None:
+        """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
+        handle = start.handle
+        try:
+            request = session_start(start, self._authenticator.caller_of(start.key_digest))
+            await self._generation.run(request, RequestSink(self._outbox, handle))
+        except TokenloomError as error:
+            self._outbox.put(handle, Failed(error))
+        except Exception:
+            log.exception("unexpected error in a request")
+            self._outbox.put(handle, Failed(Internal("internal error; the server's log has the details")))
+        finally:
+            del self._requests[handle]
+            self._outbox.wake()
+
+
+def _parts(batch: Batch) -> Iterator[Batch]:
+    """Cut what waited so long that one message would be too large."""
+    part: Batch = []
+    num_bytes = 0
+    for item in batch:
+        part.append(item)
+        num_bytes += size_of(item[1])
+        if num_bytes >= _MAX_FRAME_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part

@@ -1,0 +1,120 @@
+"""Checks of what a caller asked for. Fields are named as in OpenAI's interface, since that is where most callers sit.
+
+`temperature`, the penalties and `top_p` have the ranges that OpenAI documents. Every comparison is written so that NaN
+fails it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenloom.common.errors import InvalidArgument, NotFound
+from tokenloom.tokenizer.domain import ChatInput, EngineInfo, GenerationRequest, Options, SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_CHOICES_PER_PROMPT = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 1024
+
+
+def check_request(request: GenerationRequest, engine: EngineInfo, model: str) -> None:
+    """Check everything that needs no tokens.
+
+    Raises: NotFound for another model than `model`; InvalidArgument naming the field.
+    """
+    options = request.options
+    if options.model not in ("", model):
+        raise NotFound(f"there is no model {options.model!r}; this server has {model!r}", field="model")
+    if not isinstance(request.input, ChatInput):
+        _require(len(request.input.prompts) > 0, "prompt", "at least one prompt is needed")
+        _require(len(request.input.prompts) <= MAX_PROMPTS, "prompt", f"at most {MAX_PROMPTS} prompts are accepted")
+    logprobs_field = "top_logprobs" if isinstance(request.input, ChatInput) else "logprobs"
+    _check_sampling(options.sampling, engine, logprobs_field)
+    _check_options(options, engine)
+
+
+def check_token_ids(ids: Sequence[int], engine: EngineInfo, field: str) -> None:
+    """Raise InvalidArgument naming the first id that is not in the vocabulary."""
+    if ids and max(ids) >= engine.vocab_size:
+        bad = next(i for i in ids if i >= engine.vocab_size)
+        raise InvalidArgument(f"token id {bad} is not below the vocabulary size {engine.vocab_size}", field=field)
+
+
+def check_prompt(ids: Sequence[int], engine: EngineInfo, field: str) -> None:
+    """Raise InvalidArgument if a prompt has no tokens or leaves no room for one more."""
+    _require(len(ids) > 0, field, "the prompt has no tokens")
+    limit = engine.max_model_len
+    _require(
+        len(ids) + 1 <= limit,
+        field,
+        f"the prompt has {len(ids)} tokens; the context of {limit} tokens must hold it and at least one more",
+    )
+
+
+def _check_sampling(params: SamplingParams, engine: EngineInfo, logprobs_field: str) -> None:
+    _range(params.temperature, "temperature", 0, 2)
+    _range(params.top_p, "top_p", 0, 1)
+    _range(params.min_p, "min_p", 0, 1)
+    _range(params.presence_penalty, "presence_penalty", -2, 2)
+    _range(params.frequency_penalty, "frequency_penalty", -2, 2)
+    penalty = params.repetition_penalty
+    _require(penalty is None or 0 < penalty <= 1e6, "repetition_penalty", f"{penalty} is not above 0")
+    max_logprobs = min(MAX_LOGPROBS, engine.max_num_logprobs)
+    _range(params.num_logprobs, logprobs_field, 0, max_logprobs)
+    _range(params.num_prompt_logprobs, "prompt_logprobs", 0, max_logprobs)
+    _require(
+        len(params.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} entries are accepted"
+    )
+    check_token_ids(list(params.logit_bias), engine, "logit_bias")
+    for token_id, bias in params.logit_bias.items():
+        _range(bias, f"logit_bias.{token_id}", -100, 100)
+
+
+def _check_options(options: Options, engine: EngineInfo) -> None:
+    _range(options.num_choices, "n", 1, MAX_CHOICES_PER_PROMPT)
+    stop = options.stop
+    _require(stop.max_tokens is None or stop.max_tokens >= 1, "max_tokens", "max_tokens must be at least 1")
+    if stop.max_tokens is not None:
+        _require(stop.min_tokens <= stop.max_tokens, "min_tokens", "min_tokens is above max_tokens")
+    _require(
+        len(stop.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        "stop_token_ids",
+        f"at most {MAX_STOP_TOKEN_IDS} stop tokens are accepted",
+    )
+    check_token_ids(stop.stop_token_ids, engine, "stop_token_ids")
+    _require(
+        len(options.stop_strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings are accepted"
+    )
+    for text in options.stop_strings:
+        _require(bool(text), "stop", "a stop string is empty")
+        _require(
+            len(text) <= MAX_STOP_STRING_CHARS, "stop", f"a stop string exceeds {MAX_STOP_STRING_CHARS} characters"
+        )
+    _require(not options.has_grammar, "response_format", "constrained output is not supported by this version")
+    _require(
+        len(options.request_id) <= MAX_REQUEST_ID_CHARS,
+        "request_id",
+        f"a request id has at most {MAX_REQUEST_ID_CHARS} characters",
+    )
+    _require(
+        len(options.cache_salt) <= MAX_CACHE_SALT_CHARS,
+        "cache_salt",
+        f"a cache salt has at most {MAX_CACHE_SALT_CHARS} characters",
+    )
+    for ids in options.resume_token_ids:
+        check_token_ids(ids, engine, "resume_token_ids")
+
+
+def _range(value: float | None, field: str, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidArgument(f"{field} is {value:g}; accepted are {low:g} to {high:g}", field=field)
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise InvalidArgument(message, field=field)
