@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tokenloom.api.v1 import common_pb2, inference_pb2
+from tokenloom.common.errors import NotFound, to_proto
+from tokenloom.gateway.convert import CallContext, chat_start, completion_start, deliver
+from tokenloom.gateway.generation import Finish, Generation, Update
+from tokenloom.gateway.openai_types import ChatBody, CompletionBody
+
+CONTEXT = CallContext("chatcmpl-1", 99, b"digest", common_pb2.TraceContext(traceparent="00-a-b-01"))
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> inference_pb2.SessionStart:
+    return chat_start(ChatBody.model_validate({"messages": [USER], **fields}), CONTEXT)
+
+
+def test_absent_fields_stay_absent_on_the_wire() -> None:
+    start = chat()
+    sampling, options = start.chat.options.sampling, start.chat.options
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "num_logprobs", "num_prompt_logprobs"):
+        assert not sampling.HasField(name), name
+    assert not options.stop.HasField("max_tokens")
+    assert not options.HasField("skip_special_tokens")
+    assert not options.HasField("priority_class")
+    assert not start.chat.HasField("add_generation_prompt")
+    assert (sampling.seed, options.num_choices, options.request_id) == (99, 1, "chatcmpl-1")
+    assert (start.key_digest, start.trace.traceparent) == (b"digest", "00-a-b-01")
+
+
+def test_zeros_are_sent_as_zeros() -> None:
+    sampling = chat(temperature=0, top_p=0, top_k=0, min_p=0, seed=0, logprobs=True).chat.options.sampling
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "num_logprobs"):
+        assert sampling.HasField(name), name
+        assert getattr(sampling, name) == 0
+
+
+def test_every_option_reaches_its_field() -> None:
+    options = chat(
+        model="m",
+        n=3,
+        top_k=-1,
+        seed=-1,
+        stop="END",
+        stop_token_ids=[4],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        min_tokens=2,
+        max_tokens=9,
+        logit_bias={"7": -5},
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        skip_special_tokens=False,
+        cache_salt="s",
+        priority=2,
+        return_token_ids=True,
+        prompt_logprobs=3,
+    ).chat.options
+    assert (options.model, options.num_choices, list(options.stop_strings)) == ("m", 3, ["END"])
+    assert (options.include_stop_string, options.skip_special_tokens) == (True, False)
+    assert (options.cache_salt, options.priority_class, options.return_token_ids) == ("s", 2, True)
+    stop, sampling = options.stop, options.sampling
+    assert (stop.max_tokens, stop.min_tokens, list(stop.stop_token_ids), stop.ignore_eos) == (9, 2, [4], True)
+    assert (sampling.top_k, sampling.seed, dict(sampling.logit_bias)) == (0, 2**64 - 1, {7: -5.0})
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert sampling.num_prompt_logprobs == 3
+
+
+def test_a_conversation_keeps_null_and_empty_content_apart() -> None:
+    call = {"id": "c1", "function": {"name": "f", "arguments": '{"x":1}'}}
+    history = [
+        {"role": "developer", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ]
+    first, second, third = chat(messages=history).chat.messages
+    assert (first.role, first.content) == ("developer", "A\nB")
+    assert not second.HasField("content")
+    assert (second.tool_calls[0].id, second.tool_calls[0].arguments_json) == ("c1", '{"x":1}')
+    assert third.HasField("content")
+    assert (third.content, third.tool_call_id) == ("", "c1")
+
+
+def test_continuing_the_final_message_opens_no_new_turn() -> None:
+    chat_request = chat(continue_final_message=True, chat_template_kwargs={"a": [1]}).chat
+    assert chat_request.continue_final_message
+    assert chat_request.HasField("add_generation_prompt")
+    assert not chat_request.add_generation_prompt
+    assert chat_request.template_kwargs_json == '{"a":[1]}'
+
+
+def test_prompts_are_sent_as_text_or_as_ids() -> None:
+    body = CompletionBody.model_validate({"prompt": [[1, 2], [3]], "echo": True, "logprobs": 2, "n": 2})
+    complete = completion_start(body, CONTEXT).complete
+    assert [list(prompt.token_ids.ids) for prompt in complete.prompts] == [[1, 2], [3]]
+    assert complete.echo
+    assert complete.options.sampling.num_prompt_logprobs == 2
+    body = CompletionBody.model_validate({"prompt": "hi", "logprobs": 2})
+    complete = completion_start(body, CONTEXT).complete
+    assert complete.prompts[0].text == "hi"
+    assert not complete.options.sampling.HasField("num_prompt_logprobs")
+
+
+def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
+    frame = inference_pb2.SessionResponse(
+        outputs=inference_pb2.TextOutputs(
+            handles=[1, 2, 1, 9],
+            choice_indexes=[0, 0, 1, 0],
+            first_token_indexes=[0, 0, 0, 0],
+            num_tokens=[1, 1, 1, 1],
+            texts=["a", "b", "c", "gone"],
+            extras=[inference_pb2.TextOutputExtra(handle=2, delta=inference_pb2.Delta(token_ids=[5]))],
+        )
+    )
+    stop = inference_pb2.ChoiceFinished(choice_index=1, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=0)
+    frame.choices_finished.add(handle=1, finished=stop)
+    frame.completed.add(handle=1, usage=inference_pb2.Usage(num_prompt_tokens=3))
+    frame.failed.add(handle=2, error=to_proto(NotFound("no", field="model")))
+    frame.failed.add(handle=9, error=to_proto(NotFound("gone")))
+    generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
+    assert deliver(frame, generations.get) == [1, 2, 9]
+
+    async def updates() -> list[Update]:
+        return [await generation.next_update() for generation in generations.values()]
+
+    one, two = asyncio.run(updates())
+    assert {index: choice.text for index, choice in one.choices.items()} == {0: "a", 1: "c"}
+    assert one.choices[1].finish == Finish("stop", 0)
+    assert one.usage is not None
+    assert (two.choices[0].text, two.choices[0].token_ids) == ("b", [5])
+    assert isinstance(two.error, NotFound)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+
+from tokenloom.common.errors import Cancelled, Internal, ResourceExhausted
+from tokenloom.gateway.generation import Accepted, Finish, Generation, Update, Usage
+
+USAGE = Usage(1, 2, 0)
+
+
+def collect(generation: Generation) -> Update:
+    return asyncio.run(generation.next_update())
+
+
+def test_what_arrives_while_the_handler_is_busy_merges_into_one_update() -> None:
+    generation = Generation("r", 1000)
+    generation.accept(Accepted("tiny", [[1]]))
+    generation.add_text(0, "a", 1)
+    generation.add_text(1, "x", 1)
+    generation.add_text(0, "b", 2)
+    generation.add_details(0, [5, 6, 7], [], [])
+    generation.finish_choice(0, Finish("stop"))
+    update = collect(generation)
+    assert update.accepted is not None
+    assert (update.choices[0].text, update.choices[0].num_tokens) == ("ab", 3)
+    assert update.choices[0].token_ids == [5, 6, 7]
+    assert update.choices[0].finish == Finish("stop")
+    assert update.choices[1].text == "x"
+    assert not update.is_last
+
+
+def test_nothing_follows_the_end() -> None:
+    generation = Generation("r", 1000)
+    generation.complete(USAGE)
+    generation.add_text(0, "late", 1)
+    generation.fail(Internal("late"))
+    generation.restart()
+    generation.abandon(Cancelled("late"))
+    update = collect(generation)
+    assert update == Update(usage=USAGE)
+
+
+def test_abandoning_tells_the_session_once() -> None:
+    told: list[str] = []
+    generation = Generation("r", 1000)
+    generation.on_abandoned = lambda: told.append("session")
+    generation.abandon(Cancelled("gone"))
+    generation.abandon(Cancelled("again"))
+    assert told == ["session"]
+    assert isinstance(collect(generation).error, Cancelled)
+
+
+def test_a_failure_told_by_the_session_is_not_told_back() -> None:
+    told: list[str] = []
+    generation = Generation("r", 1000)
+    generation.on_abandoned = lambda: told.append("session")
+    generation.fail(Internal("broken"))
+    assert told == []
+
+
+def test_a_slow_reader_loses_its_request_at_the_bound_and_not_before() -> None:
+    told: list[str] = []
+    generation = Generation("r", 1000)
+    generation.on_abandoned = lambda: told.append("session")
+    generation.on_slow_reader = lambda: told.append("handler")
+    generation.add_text(0, "é" * 500, 1)  # 1000 bytes
+    assert told == []
+    generation.add_text(0, "x", 1)
+    assert told == ["session", "handler"]
+    update = collect(generation)
+    assert isinstance(update.error, ResourceExhausted)
+    assert update.error.reason == "SLOW_READER"
+    assert update.choices == {}
+
+
+def test_a_large_frame_does_not_hurt_a_handler_that_waits() -> None:
+    async def read_while_a_frame_arrives() -> Update:
+        generation = Generation("r", 1000)
+        reader = asyncio.create_task(generation.next_update())
+        await asyncio.sleep(0)
+        generation.add_text(0, "x" * 5000, 1)
+        return await reader
+
+    update = asyncio.run(read_while_a_frame_arrives())
+    assert update.error is None
+    assert len(update.choices[0].text) == 5000
+
+
+def test_a_restart_forgets_what_the_handler_has_not_seen() -> None:
+    generation = Generation("r", 1000)
+    generation.add_text(0, "old", 1)
+    generation.restart()
+    generation.add_text(0, "new", 1)
+    update = collect(generation)
+    assert update.was_restarted
+    assert update.choices[0].text == "new"
