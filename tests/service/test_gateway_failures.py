@@ -1,0 +1,256 @@
+"""What happens when clients, tokenizers or the gateway itself go away."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.fakes import fake_tokens
+from tests.service.gateway_stack import GatewayStack, running_gateway
+from tokenloom.common.address import Address
+from tokenloom.common.errors import SetupError
+from tokenloom.gateway import delivery, tokenizer_pool
+from tokenloom.gateway.server import listen_on
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi there"}], "temperature": 0, "max_tokens": 5}
+TEXT = "".join(fake_tokens("user: hi there", 0, 5))
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[GatewayStack]:
+    with running_gateway(tmp_path) as running:
+        yield running
+
+
+def in_thread(stack: GatewayStack, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """Post a body from another thread. Returns: the thread, and a list that will hold the answer."""
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            answers.append(httpx.post(stack.url + CHAT, json=body, timeout=20))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, answers
+
+
+def connect_and_post(stack: GatewayStack, body: dict[str, Any]) -> socket.socket:
+    """Post a body over a plain socket with a small receive buffer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", stack.stage.port))
+    data = orjson.dumps(body)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def text_of(stream: str) -> str:
+    events = [orjson.loads(event.removeprefix("data: ")) for event in stream.split("\n\n")[:-2]]
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_cancelled_at_the_tokenizer(stack: GatewayStack, stream: bool) -> None:
+    stack.do(stack.tokenizer.may_step.clear)
+    connection = connect_and_post(stack, {**BODY, "stream": stream})
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+    connection.close()
+    stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
+    assert stack.tokenizer.cancelled == [stack.tokenizer.starts[0].chat.options.request_id]
+    assert 'requests_ended_early_total{reason="client_disconnected"}' in httpx.get(f"{stack.url}/metrics").text
+
+
+def test_a_slow_reader_is_cancelled_and_cut_and_others_are_served(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "SLOW_READER_GRACE_S", 0.2)
+    stack.tokenizer.repeat = 4096
+    with connect_and_post(stack, {**BODY, "max_tokens": 5000, "stream": True}) as connection:
+        stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
+        stack.tokenizer.repeat = 1
+        assert httpx.post(stack.url + CHAT, json=BODY).json()["choices"][0]["message"]["content"] == TEXT
+        stack.wait_for(lambda: 'reason="slow_reader"} 1.0' in httpx.get(f"{stack.url}/metrics").text)
+        threading.Event().wait(0.4)
+        with pytest.raises(ConnectionResetError):
+            while connection.recv(1 << 20):
+                pass
+
+
+def test_a_slow_reader_that_wakes_up_gets_the_error(stack: GatewayStack) -> None:
+    stack.tokenizer.repeat = 4096
+    with connect_and_post(stack, {**BODY, "max_tokens": 5000, "stream": True}) as connection:
+        stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 20)
+    assert b'"code":"slow_reader"' in data[-1000:]
+    assert b"[DONE]" not in data
+
+
+def test_a_request_that_has_told_nothing_yet_begins_anew_on_the_next_session(stack: GatewayStack) -> None:
+    stack.do(stack.tokenizer.may_step.clear)
+    waiting = [in_thread(stack, BODY), in_thread(stack, {**BODY, "stream": True})]
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 2)
+    stack.do(stack.tokenizer.drop_sessions)
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 4)
+    stack.do(stack.tokenizer.may_step.set)
+    for thread, _ in waiting:
+        thread.join()
+    whole, streamed = (answers[0] for _, answers in waiting)
+    assert whole.json()["choices"][0]["message"]["content"] == TEXT
+    assert text_of(streamed.text) == TEXT
+    sent = [(start.chat.options.request_id, start.chat.options.sampling.seed) for start in stack.tokenizer.starts]
+    assert sorted(sent[:2]) == sorted(sent[2:])
+
+
+def test_an_answer_in_the_making_that_nobody_has_seen_survives_a_killed_tokenizer(stack: GatewayStack) -> None:
+    thread, answers = in_thread(stack, {**BODY, "max_tokens": 400})
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+    stack.run(stack.restart_tokenizer())
+    thread.join()
+    expected = "".join(fake_tokens("user: hi there", 0, 400))
+    assert answers[0].json()["choices"][0]["message"]["content"] == expected
+    assert len(stack.tokenizer.starts) == 1
+
+
+def test_a_stream_that_has_begun_ends_with_an_error_when_its_session_is_lost(stack: GatewayStack) -> None:
+    with httpx.stream("POST", stack.url + CHAT, json={**BODY, "max_tokens": 100_000, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        while "content" not in next(lines):
+            pass
+        stack.do(stack.tokenizer.drop_sessions)
+        events = [line for line in lines if line]
+    assert orjson.loads(events[-1].removeprefix("data: "))["error"]["code"] == "session_lost"
+    stack.wait_for(lambda: httpx.get(f"{stack.url}/ready").status_code == 200)
+    assert httpx.post(stack.url + CHAT, json=BODY).status_code == 200
+
+
+def test_requests_wait_for_a_new_session_only_so_long(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "TAKEOVER_WAIT_S", 0.3)
+    stack.do(stack.tokenizer.may_step.clear)
+    thread, answers = in_thread(stack, BODY)
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+    stack.run(stack.tokenizer.stop())
+    thread.join()
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["code"] == "session_lost"
+    refused = httpx.post(stack.url + CHAT, json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_tokenizer")
+    assert httpx.get(f"{stack.url}/v1/models").status_code == 503
+
+
+def test_readiness_follows_the_tokenizers_health_and_liveness_does_not(stack: GatewayStack) -> None:
+    def ready() -> int:
+        return httpx.get(f"{stack.url}/ready").status_code
+
+    stack.run(stack.tokenizer.set_serving(False))
+    stack.wait_for(lambda: ready() == 503)
+    assert httpx.get(f"{stack.url}/health").status_code == 200
+    stack.run(stack.tokenizer.set_serving(True))
+    stack.wait_for(lambda: ready() == 200)
+    stack.run(stack.tokenizer.stop())
+    stack.wait_for(lambda: ready() == 503)
+    assert httpx.get(f"{stack.url}/health").status_code == 200
+
+
+def test_a_tokenizer_that_does_not_answer_does_not_hold_a_request_for_ever(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_pool, "_DEADLINE_SLACK_S", 0.1)
+    stack.do(stack.tokenizer.may_step.clear)
+    answer = httpx.post(stack.url + CHAT, json={**BODY, "timeout": 0.2})
+    assert answer.status_code == 504
+    assert stack.tokenizer.starts[0].chat.options.remaining_time_ms <= 200
+    stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
+
+
+def test_requests_go_to_the_tokenizer_with_the_fewest_in_flight(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, num_tokenizers=2) as stack:
+        stack.wait_for(lambda: '1.sock"} 1.0' in httpx.get(f"{stack.url}/metrics").text)
+        for tokenizer in stack.tokenizers:
+            stack.do(tokenizer.may_step.clear)
+        waiting = [in_thread(stack, BODY) for _ in range(6)]
+        stack.wait_for(lambda: sum(len(tokenizer.starts) for tokenizer in stack.tokenizers) == 6)
+        assert [len(tokenizer.starts) for tokenizer in stack.tokenizers] == [3, 3]
+        stack.run(stack.tokenizers[0].stop())
+        stack.wait_for(lambda: len(stack.tokenizers[1].starts) == 6)
+        stack.do(stack.tokenizers[1].may_step.set)
+        for thread, _ in waiting:
+            thread.join()
+        assert [answers[0].status_code for _, answers in waiting] == [200] * 6
+
+
+def test_a_draining_tokenizer_gets_no_new_requests_and_ends_its_own(tmp_path: Path) -> None:
+    with running_gateway(tmp_path) as stack:
+        stack.do(stack.tokenizer.may_step.clear)
+        thread, answers = in_thread(stack, BODY)
+        stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+        stack.do(stack.tokenizer.ask_for_no_more)
+        stack.wait_for(lambda: httpx.get(f"{stack.url}/ready").status_code == 503)
+        assert httpx.post(stack.url + CHAT, json=BODY).status_code == 503
+        stack.do(stack.tokenizer.may_step.set)
+        thread.join()
+        assert answers[0].status_code == 200
+
+
+def test_d23_a_drain_refuses_new_requests_and_lets_running_ones_end(stack: GatewayStack) -> None:
+    stack.do(stack.tokenizer.may_step.clear)
+    running = [in_thread(stack, {**BODY, "stream": True}) for _ in range(3)]
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 3)
+    with httpx.Client(base_url=stack.url) as client:
+        assert client.get("/ready").status_code == 200
+        drain = stack.begin(stack.stage.drain(8.0))
+        stack.wait_for(lambda: client.get("/ready").status_code == 503)
+        refused = client.post(CHAT, json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert client.get("/health").status_code == 200
+        stack.do(stack.tokenizer.may_step.set)
+    drain.result(8)
+    for thread, answers in running:
+        thread.join()
+        assert text_of(answers[0].text) == TEXT
+        assert answers[0].text.endswith("data: [DONE]\n\n")
+
+
+def test_d23_past_the_grace_period_each_stream_gets_an_error_event(stack: GatewayStack) -> None:
+    endless = {**BODY, "max_tokens": 100_000, "stream": True}
+    running = [in_thread(stack, endless) for _ in range(2)]
+    stack.wait_for(lambda: len(stack.tokenizer.starts) == 2)
+    stack.wait_for(lambda: "time_to_first_token_seconds_count" in httpx.get(f"{stack.url}/metrics").text)
+    stack.run(stack.stage.drain(0.1))
+    for thread, answers in running:
+        thread.join()
+        last = answers[0].text.removesuffix("\n\n").split("\n\n")[-1]
+        assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 2)
+
+
+def test_a_port_in_use_is_a_setup_error_that_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port}.*--listen"):
+            listen_on(Address(host="127.0.0.1", port=port))
+
+
+def test_the_gateway_serves_on_a_unix_socket(tmp_path: Path) -> None:
+    with running_gateway(tmp_path) as stack:
+        stack.url = ""
+    path = tmp_path / "http.sock"
+    sock = listen_on(Address(path=str(path)))
+    sock.close()
+    again = listen_on(Address(path=str(path)))  # the file that a dead process left does not matter
+    again.close()
