@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, non_negative_int, setting
+from tokenloom.common.config import non_negative_int, setting
 from tokenloom.common.model_files import EMBEDDED
 
 
@@ -16,7 +16,6 @@ from tokenloom.common.model_files import EMBEDDED
 class ServeSettings:
     """All settings of `tokenloom serve`."""
 
-    process: ProcessSettings
     host: str = setting("127.0.0.1", "Address of the HTTP server.")
     port: int = setting(8000, "Port of the HTTP server.", parse=non_negative_int)
     model: str = setting(EMBEDDED, "Folder (safetensors or one GGUF), GGUF file, hub id, or the word embedded.")
@@ -29,4 +28,10 @@ class ServeSettings:
     max_model_len: int = setting(0, "Longest sequence in tokens; 0: the model's.", parse=non_negative_int)
     max_num_seqs: int = setting(0, "Most requests that run at once; 0: the default.", parse=non_negative_int)
     max_num_batched_tokens: int = setting(0, "Token budget of a step; 0: the default.", parse=non_negative_int)
+    log_level: str = setting(
+        "warning", "Least severe messages that stages log.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = setting("console", "How log lines are written.", choices=("console", "json"))
+    otlp_endpoint: str = setting("", "OpenTelemetry collector (gRPC, http://host:4317); empty: no export.")
+    grace_s: float = setting(30.0, "Seconds that running requests get to finish when the stack is stopped.")
     start_timeout_s: float = setting(600.0, "Seconds that all stages together may take to become ready.")

@@ -25,20 +25,17 @@ class StackPlan:
     argv: dict[str, list[str]]
     environ: dict[str, str]
     sockets: dict[str, str]
-    cluster_token: str
 
 
 def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
     """Lay out the stack below `run_dir`, which only its owner may enter."""
     sockets = {name: f"unix:{run_dir}/{name}.sock" for name in STAGES[:3]}
     pages = {name: f"unix:{run_dir}/{name}.metrics" for name in STAGES[:3]}
-    process = settings.process
-    token = process.cluster_token or secrets.token_hex(32)
     common = {
-        "log_level": process.log_level,
-        "log_format": process.log_format,
-        "otlp_endpoint": process.otlp_endpoint,
-        "grace_s": process.grace_s,
+        "log_level": settings.log_level,
+        "log_format": settings.log_format,
+        "otlp_endpoint": settings.otlp_endpoint,
+        "grace_s": settings.grace_s,
     }
     limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.max_num_batched_tokens}
     own: dict[str, dict[str, object]] = {
@@ -58,9 +55,9 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
     for name in STAGES[:3]:
         argv[name] += _flags({"listen": sockets[name], "metrics_listen": pages[name]})
         argv["gateway"] += _flags({"metrics_from": pages[name]})
-    environ = child_environ(**{env_name("cluster_token"): token, env_name("api_key"): ",".join(settings.api_key)})
-    environ.pop(env_name("metrics_listen"), None)
-    return StackPlan(argv, environ, sockets, token)
+    secrets_of_stack = {"cluster_token": secrets.token_hex(32), "api_key": ",".join(settings.api_key)}
+    environ = child_environ(**{env_name(name): value for name, value in secrets_of_stack.items()})
+    return StackPlan(argv, environ, sockets)
 
 
 def _flags(values: dict[str, object]) -> list[str]:

@@ -40,7 +40,7 @@ _WAITING_FOR = {
 def main(argv: Sequence[str]) -> int:
     """Run the stack until it is told to stop; returns the exit code."""
     settings = parse(ServeSettings, "tokenloom serve", DESCRIPTION, argv)
-    setup_logs("serve", settings.process.log_level, settings.process.log_format)
+    setup_logs("serve", settings.log_level, settings.log_format)
     source = resolve_model(settings.model)
     check_port_free(Address(host=settings.host, port=settings.port))
     _remove_dead_run_dirs()
@@ -134,7 +134,7 @@ class Stack:
     async def _stop(self) -> None:
         """From the front to the back, so that running requests find all they need."""
         for child in reversed(self._children):
-            await child.stop(self._settings.process.grace_s + _KILL_MARGIN_S)
+            await child.stop(self._settings.grace_s + _KILL_MARGIN_S)
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._started_s:.1f} s"

@@ -63,6 +63,7 @@ class ExecutorClient:
         self._epoch = executor_pb2.Epoch()
         self._num_in_flight = 0
         self._last_problem = ""
+        self._was_up = False
 
     def send(self, plan: SchedulerOutput, trace_context: Any = None) -> None:
         """Queue a plan for sending; its result comes as `on_result`."""
@@ -81,7 +82,8 @@ class ExecutorClient:
                 capabilities = await self._begin_epoch(stub)
                 call = stub.Execute(metadata=self._metadata)
                 events.on_executor_ready(capabilities)
-                is_up, backoff_s, self._last_problem = True, _FIRST_BACKOFF_S, ""
+                is_up = self._was_up = True
+                backoff_s, self._last_problem = _FIRST_BACKOFF_S, ""
                 await self._exchange(call, events)
                 raise Unavailable("the executor ended the stream")
             except grpc.aio.AioRpcError as error:
@@ -145,7 +147,8 @@ class ExecutorClient:
             await call.write(await self._outgoing.get())
 
     def _report(self, problem: str) -> None:
-        """Log a problem once, not at each attempt."""
+        """Log a problem once, not at each attempt; while the stack starts it is none yet."""
         if problem != self._last_problem:
-            log.warning("executor %s: %s", self._address, problem)
+            level = logging.WARNING if self._was_up else logging.INFO
+            log.log(level, "executor %s: %s", self._address, problem)
         self._last_problem = problem

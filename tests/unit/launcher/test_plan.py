@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenloom.launcher.config import ServeSettings
+from tokenloom.launcher.plan import STAGES, plan_stack
+
+RUN = Path("/run/stack")
+
+
+def test_every_stage_is_told_its_neighbours() -> None:
+    plan = plan_stack(ServeSettings(), RUN)
+    assert set(plan.argv) == set(STAGES)
+    assert "--executor=unix:/run/stack/executor.sock" in plan.argv["scheduler"]
+    assert "--scheduler=unix:/run/stack/scheduler.sock" in plan.argv["tokenizer"]
+    assert "--tokenizer=unix:/run/stack/tokenizer.sock" in plan.argv["gateway"]
+    assert "--listen=127.0.0.1:8000" in plan.argv["gateway"]
+    for name in STAGES[:3]:
+        assert f"--listen={plan.sockets[name]}" in plan.argv[name]
+
+
+def test_no_secret_stands_in_a_command_line() -> None:
+    plan = plan_stack(ServeSettings(api_key=("hunter2", "hunter3")), RUN)
+    assert plan.environ["TOKENLOOM_API_KEY"] == "hunter2,hunter3"
+    token = plan.environ["TOKENLOOM_CLUSTER_TOKEN"]
+    assert len(token) == 64
+    words = " ".join(flag for argv in plan.argv.values() for flag in argv)
+    assert "hunter" not in words
+    assert token not in words
+
+
+def test_what_is_not_set_keeps_the_stages_own_default() -> None:
+    assert not any(flag.startswith("--dtype") for flag in plan_stack(ServeSettings(), RUN).argv["executor"])
+    plan = plan_stack(ServeSettings(dtype="float32", max_num_seqs=3), RUN)
+    assert "--dtype=float32" in plan.argv["executor"]
+    assert "--max-num-seqs=3" in plan.argv["executor"]
+    assert "--max-num-seqs=3" in plan.argv["scheduler"]
