@@ -136,7 +136,8 @@ def test_d04_each_choice_of_a_stream_has_its_index_one_role_and_one_finish(http:
 def test_d05_text_parts_are_joined_with_a_newline(stack: GatewayStack, client: openai.OpenAI) -> None:
     parts: Any = [{"type": "text", "text": "A A"}, {"type": "text", "text": "B"}]
     for role in ("user", "system", "assistant"):
-        client.chat.completions.create(model=FAKE_MODEL, messages=[{"role": role, "content": parts}], max_tokens=1)
+        message: Any = {"role": role, "content": parts}
+        client.chat.completions.create(model=FAKE_MODEL, messages=[message], max_tokens=1)
         assert stack.tokenizer.starts[-1].chat.messages[0].content == "A A\nB"
 
 
