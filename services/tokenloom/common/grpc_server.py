@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from tokenloom.common.address import check_port_free, parse_address, remove_stale_socket
+from tokenloom.common.address import Address, check_port_free, parse_address, remove_stale_socket
 from tokenloom.common.auth import bearer_of
 from tokenloom.common.channel import INTERNAL_MESSAGE_BYTES, server_options
 from tokenloom.common.errors import Internal, SetupError, TokenloomError, Unauthenticated, to_status
@@ -36,7 +36,8 @@ class GrpcServer:
     """A gRPC server with health ("" is liveness, a service's name is readiness) and reflection.
 
     Args:
-        address: where to listen, `unix:PATH` (made with mode 0600) or `host:port`; port 0 takes a free one.
+        address: where to listen, `unix:PATH` (made with mode 0600) or `host:port`, several with commas between; port 0
+            takes a free one.
         services: (add_X_to_server, servicer, full service name) of each service.
         cluster_token: credential that callers of every service must send; empty: none is asked for. Health is always
             open.
@@ -51,7 +52,7 @@ class GrpcServer:
         cluster_token: str = "",
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     ) -> None:
-        self._address = parse_address(address)
+        self._addresses = [parse_address(part.strip()) for part in address.split(",")]
         self._names = [name for _, _, name in services]
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         interceptors: list[Interceptor] = [ErrorInterceptor()]
@@ -62,26 +63,31 @@ class GrpcServer:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        self.port = 0
+        self.port = 0  # of the TCP address, once started
 
     async def start(self) -> None:
         """Listen. Live at once, ready only after `set_serving(True)`.
 
         Raises: SetupError if the address is taken or not ours to take.
         """
-        remove_stale_socket(self._address)
-        check_port_free(self._address)
-        old_mask = os.umask(0o177) if self._address.is_unix else None
-        try:
-            self.port = self._server.add_insecure_port(str(self._address))
-        except RuntimeError as error:
-            raise SetupError(f"cannot listen on {self._address}: {error}") from None
-        finally:
-            if old_mask is not None:
-                os.umask(old_mask)
+        for address in self._addresses:
+            self._bind(address)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
+
+    def _bind(self, address: Address) -> None:
+        remove_stale_socket(address)
+        check_port_free(address)
+        old_mask = os.umask(0o177) if address.is_unix else None
+        try:
+            port = self._server.add_insecure_port(str(address))
+        except RuntimeError as error:
+            raise SetupError(f"cannot listen on {address}: {error}") from None
+        finally:
+            if old_mask is not None:
+                os.umask(old_mask)
+        self.port = self.port if address.is_unix else port
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the readiness of every service."""

@@ -18,6 +18,7 @@ class ServeSettings:
 
     host: str = setting("127.0.0.1", "Address of the HTTP server.")
     port: int = setting(8000, "Port of the HTTP server.", parse=non_negative_int)
+    grpc_port: int = setting(0, "Port of the public gRPC API on the same address; 0: none.", parse=non_negative_int)
     model: str = setting(EMBEDDED, "Folder (safetensors or one GGUF), GGUF file, hub id, or the word embedded.")
     api_key: tuple[str, ...] = setting((), "Key that callers must send; none: open to everybody.", secret=True)
     dtype: str = setting(

@@ -52,8 +52,10 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
         "gateway": {"tokenizer": sockets["tokenizer"], "listen": f"{settings.host}:{settings.port}"},
     }
     argv = {name: _flags({**common, **own[name]}) for name in STAGES}
+    public = f",{settings.host}:{settings.grpc_port}" if settings.grpc_port else ""
+    listen = {**sockets, "tokenizer": sockets["tokenizer"] + public}
     for name in STAGES[:3]:
-        argv[name] += _flags({"listen": sockets[name], "metrics_listen": pages[name]})
+        argv[name] += _flags({"listen": listen[name], "metrics_listen": pages[name]})
         argv["gateway"] += _flags({"metrics_from": pages[name]})
     secrets_of_stack = {"cluster_token": secrets.token_hex(32), "api_key": ",".join(settings.api_key)}
     environ = child_environ(**{env_name(name): value for name, value in secrets_of_stack.items()})

@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     settings = parse(ServeSettings, "tokenloom serve", DESCRIPTION, argv)
     setup_logs("serve", settings.log_level, settings.log_format)
     source = resolve_model(settings.model)
-    check_port_free(Address(host=settings.host, port=settings.port))
+    for port in (settings.port, settings.grpc_port):
+        check_port_free(Address(host=settings.host, port=port))
     _remove_dead_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-"))
     try:

@@ -1,0 +1,141 @@
+"""Starting, supervising and stopping the stack; what keeps it from starting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.system.stack import STAGES, Stack, free_port, is_alive, running_stack
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", "llama")
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def complete(stack: Stack, api_key: str = "none") -> str:
+    client = stack.client(api_key)
+    return client.completions.create(model="tiny-llama", prompt="The fox", max_tokens=8, temperature=0).choices[0].text
+
+
+def test_a_killed_stage_is_started_again_and_the_stack_answers_as_before(tiny_model: Path) -> None:
+    with running_stack(f"--model={tiny_model}") as stack:
+        expected = complete(stack)
+        for stage in STAGES:
+            before = stack.stage_pids()
+            assert set(before) == set(STAGES)
+            killed = before[stage]
+            os.kill(killed, signal.SIGKILL)
+            wait_for(lambda pid=killed: not is_alive(pid), 5)  # type: ignore[misc]
+            wait_for(lambda: set(stack.stage_pids()) == set(STAGES) and stack.is_ready(), 40)
+            assert complete(stack) == expected
+            after = stack.stage_pids()
+            assert {name for name in STAGES if after[name] != before[name]} == {stage}
+        assert f"{STAGES[0]} was ended by SIGKILL" in stack.output
+
+
+def test_ctrl_c_stops_all_stages_and_exits_with_0(tiny_model: Path) -> None:
+    stack = Stack(f"--model={tiny_model}").wait_until_ready()
+    pids = stack.stage_pids()
+    assert stack.stop() == 0
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_no_orphan_is_left_when_the_launcher_is_killed(tiny_model: Path) -> None:
+    stack = Stack(f"--model={tiny_model}").wait_until_ready()
+    pids = stack.stage_pids()
+    assert len(pids) == 4
+    stack.process.kill()
+    stack.process.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids.values()), 15)
+    stack.stop()
+
+
+def test_keys_guard_http_and_start_up_tells_progress(tiny_model: Path) -> None:
+    with running_stack(f"--model={tiny_model}", "--api-key=one", "--api-key=two") as stack:
+        assert complete(stack, "one") == complete(stack, "two")
+        for key in ("three", "on", ""):
+            with pytest.raises(openai.AuthenticationError):
+                complete(stack, key or "none")
+        assert all(f"{stage:<9} ready" in stack.output for stage in STAGES)
+        assert sum("http://" in line for line in stack.lines) == 1
+        lines = [line for line in stack.lines if not line.startswith("tokenloom: ")]
+        assert not lines, f"start-up shows nothing but progress: {lines}"
+
+
+def run_program(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from tokenloom.cli import main; main()", *argv],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def broken_gguf(folder: Path) -> str:
+    (folder / "broken.gguf").write_bytes(b"GGUF" + bytes(range(200)))
+    return str(folder / "broken.gguf")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--model", "/no/such/folder"], ["/no/such/folder"]),
+        (["serve", "--model", "{empty}"], ["no weights"]),
+        (["serve", "--port", "eighty"], ["--port", "eighty"]),
+        (["executor", "--model", "{gguf}", "--listen", "unix:{empty}/x.sock"], ["broken.gguf", "download"]),
+        (["serve", "--model", "{gguf}"], ["broken.gguf", "download"]),
+        (["tokenizer", "--listen", "nowhere"], ["nowhere", "host:port"]),
+        (["juggler"], ["juggler", "scheduler"]),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line_and_exits_with_2(
+    argv: list[str], words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    names = {"empty": str(tmp_path / "empty"), "gguf": broken_gguf(tmp_path)}
+    port = ["--port", str(free_port())] if argv[0] == "serve" and "--port" not in argv else []
+    result = run_program(*[word.format(**names) for word in argv], *port)
+    assert result.returncode == 2, result.stderr
+    messages = [line for line in result.stderr.splitlines() if line.startswith("tokenloom: ")]
+    assert messages, result.stderr
+    assert all(word in messages[0] for word in words), messages
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("program", ["serve", "gateway"])
+def test_a_port_in_use_is_named(program: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        flags = ["--port", str(port)] if program == "serve" else ["--listen", f"127.0.0.1:{port}"]
+        result = run_program(program, *flags)
+    assert result.returncode == 2
+    assert str(port) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("program", ["serve", *STAGES])
+def test_help_is_readable(program: str) -> None:
+    result = run_program(program, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"usage: tokenloom {program} [options]")
+    assert "TOKENLOOM_" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 120
