@@ -1,0 +1,172 @@
+"""The whole stack says what transformers says about the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from tests.system.stack import Stack, running_stack
+from tests.tiny_models import Family, write_tiny_model
+from tokenloom.common.model_files import resolve_model
+from tokenloom.executor.model_loader import weights_folder
+
+NEAR_TIE = 1e-3
+NUM_OUTPUT = 24
+SHARED = "You are a patient teacher of geography who answers every question of a curious pupil in one short sentence. "
+SUBJECTS = [
+    "rivers",
+    "the moon",
+    "old maps",
+    "a small island",
+    "winter",
+    "salt",
+    "high mountains",
+    "Paris",
+    "glass",
+    "tea",
+]
+PROMPTS = [
+    *(f"{SHARED}Tell me something about {subject}, please." for subject in SUBJECTS),
+    *(f"{subject.capitalize()} and what comes of it:" * (1 + i) for i, subject in enumerate(SUBJECTS)),
+]
+
+
+@dataclass
+class Reference:
+    """transformers' greedy continuation and, for each token, the logit gap between the best and the second best."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    gaps: list[float]
+
+    def agrees(self, token_ids: list[int]) -> bool:
+        """Equal up to the first near tie of the reference."""
+        assert len(token_ids) == len(self.token_ids)
+        for ours, theirs, gap in zip(token_ids, self.token_ids, self.gaps, strict=True):
+            if gap < NEAR_TIE:
+                return True
+            if ours != theirs:
+                return False
+        return True
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def references(model: Any, prompts: list[list[int]]) -> list[Reference]:
+    found = []
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NUM_OUTPUT,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        best = [logits[0].float().topk(2).values for logits in output.logits]
+        token_ids = output.sequences[0, len(prompt) :].tolist()
+        found.append(Reference(prompt, token_ids, [float(two[0] - two[1]) for two in best]))
+    return found
+
+
+def tokenize(folder: Path, texts: list[str]) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+async def greedy(stack: Stack, prompts: list[list[int]], at_a_time: int = 16) -> list[list[int]]:
+    """Token ids of greedy continuations, `at_a_time` requests in flight."""
+    gate = asyncio.Semaphore(at_a_time)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=280) as client:
+
+        async def one(prompt: list[int]) -> list[int]:
+            body = {
+                "prompt": prompt,
+                "max_tokens": NUM_OUTPUT,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            async with gate:
+                response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+            return token_ids
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+def assert_equal(found: list[Reference], ours: list[list[int]]) -> None:
+    wholly = sum(reference.token_ids == token_ids for reference, token_ids in zip(found, ours, strict=True))
+    differing = [(r.prompt_ids, r.token_ids, t) for r, t in zip(found, ours, strict=True) if not r.agrees(t)]
+    assert not differing, differing
+    assert wholly >= len(found) - 1
+
+
+@pytest.fixture(scope="module")
+def embedded_weights() -> Path:
+    return weights_folder(resolve_model("embedded"))
+
+
+def encoded_by(stack: Stack, texts: list[str]) -> list[list[int]]:
+    """The texts' token ids as the stack sees them."""
+    found = []
+    for text in texts:
+        body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
+        response = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()
+        found.append(response["choices"][0]["prompt_token_ids"])
+    return found
+
+
+def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preemption(embedded_weights: Path) -> None:
+    flags = ("--dtype=float32", "--max-num-batched-tokens=48")
+    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="48") as stack:
+        prompts = encoded_by(stack, PROMPTS)
+        before = stack.metrics()
+        ours = asyncio.run(greedy(stack, prompts))
+        after = stack.metrics()
+    assert max(map(len, prompts)) > 48, "some prompts need several chunks"
+    assert after["tokenloom_num_preemptions_total"] > before["tokenloom_num_preemptions_total"]
+    assert after["tokenloom_prefix_cache_hits_total"] > before["tokenloom_prefix_cache_hits_total"]
+    assert_equal(references(load(embedded_weights, torch.float32), prompts), ours)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_other_families_equal_transformers(family: Family, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / f"tiny-{family}", family)
+    prompts = tokenize(folder, PROMPTS)
+    flags = (f"--model={folder}", "--dtype=float32", "--max-num-batched-tokens=48")
+    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="64") as stack:
+        ours = asyncio.run(greedy(stack, prompts))
+        assert stack.metrics()["tokenloom_num_preemptions_total"] > 0
+    assert_equal(references(load(folder, torch.float32), prompts), ours)
+
+
+def test_bf16_agrees_with_transformers_when_teacher_forced(embedded_weights: Path) -> None:
+    text = " ".join(PROMPTS[:1] + PROMPTS[10:15])
+    with running_stack("--dtype=bfloat16") as stack:
+        (prompt,) = encoded_by(stack, [text])
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        response = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=280).json()
+    positions = response["choices"][0]["prompt_logprobs"]
+    assert positions[0] is None
+    ours = [int(max(entries, key=lambda i: entries[i]["logprob"])) for entries in positions[1:]]
+    with torch.inference_mode():
+        logits = load(embedded_weights, torch.bfloat16)(torch.tensor([prompt])).logits[0, :-1]
+    theirs = logits.float().argmax(-1).tolist()
+    assert len(ours) == len(theirs) > 100
+    agreeing = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    assert agreeing / len(theirs) >= 0.97, f"{agreeing} of {len(theirs)}"
