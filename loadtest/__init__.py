@@ -1,0 +1,1 @@
+"""A small load client: closed loop, streaming, from outside. Standard library only."""
