@@ -59,7 +59,7 @@ class Reference:
 
 def load(folder: Path, dtype: torch.dtype) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    model.generation_config = transformers.GenerationConfig.from_dict({"pad_token_id": 0})
     return model.eval()
 
 
