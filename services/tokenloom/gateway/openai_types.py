@@ -196,7 +196,7 @@ class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
     prompt: Prompts
-    max_tokens: Count | None = Field(None, description="Absent: the rest of the context. 0 needs echo.")
+    max_tokens: PositiveCount | None = Field(None, description="Absent: the rest of the context.")
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: NumChoices | None = None
@@ -218,6 +218,4 @@ class CompletionBody(GenerationBody):
             raise refusal("is only supported when it equals n", param="best_of", code="unsupported")
         if self.suffix:
             raise refusal("is not supported", param="suffix", code="unsupported")
-        if self.max_tokens == 0 and not self.echo:
-            raise refusal("must be at least 1 unless echo is true", param="max_tokens")
         return self
