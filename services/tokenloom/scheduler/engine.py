@@ -346,6 +346,22 @@ class Engine:
         if len(self._ended_ids) > _REMEMBERED_IDS:
             self._ended_ids.popitem(last=False)
         end_request_span(stream, _error_of(output))
+        if log.isEnabledFor(logging.INFO):
+            _log_end(stream)
+
+
+def _log_end(stream: Stream) -> None:
+    request = stream.request
+    assert request.finish_reason is not None
+    fields = {
+        "request_id": request.request_id,
+        "reason": request.finish_reason.value,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens or 0,
+        "num_generated_tokens": len(request.output_token_ids),
+        "num_preemptions": request.num_preemptions,
+    }
+    log.info("request ended", extra=fields)
 
 
 def _error_of(output: RequestOutput) -> TokenloomError | None:

@@ -3,7 +3,7 @@
 Rules kept here (numbers as in the README's list of rules for plans in flight):
 
 3. A block is named only from `num_confirmed_tokens`, so when the results of all steps that wrote it were applied.
-4. A request whose next block is being computed by a running one waits for it (`is_being_computed`): many cold requests
+4. A request whose next block is being computed by a running one waits for it (`find_prefix`): many cold requests
    with one prefix compute it once. The choices of an n > 1 call are such requests: they share the full blocks of their
    prompt and recompute the partial one, so there is no copy-on-write.
 
@@ -39,24 +39,26 @@ class KVCache:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, request: Request) -> list[int]:
-        """Blocks that hold the longest cached prefix of the request; leaves at least one token. Changes nothing."""
+    def find_prefix(self, request: Request) -> list[int] | None:
+        """Blocks that hold the longest cached prefix of the request; leaves at least one token. Takes none of them.
+
+        Returns: block ids in table order, or None if a running request computes the block behind them (rule 4). While
+            it does, asking again costs nothing, however long the prefix is.
+        """
         found: list[int] = []
         if not request.reads_prefix_cache:
             return found
-        for block_hash in self._usable_hashes(request):
-            block_id = self.pool.find(block_hash)
+        if request.awaited_hash in self._computing:
+            return None
+        hashes = self._hashes(request)
+        num_usable = (request.num_tokens - 1) // self.block_size
+        for i in range(num_usable):
+            block_id = self.pool.find(hashes[i])
             if block_id is None:
-                break
+                request.awaited_hash = self._last_computing(hashes, i, num_usable)
+                return found if request.awaited_hash is None else None
             found.append(block_id)
         return found
-
-    def is_being_computed(self, request: Request, num_found: int) -> bool:
-        """A running request computes the block behind the `num_found` ones that were found."""
-        if not request.reads_prefix_cache:
-            return False
-        hashes = self._usable_hashes(request)
-        return num_found < len(hashes) and hashes[num_found] in self._computing
 
     def open_table(self, request: Request, found: list[int]) -> None:
         """Begin a block table with found blocks; announces the blocks that the request is going to compute."""
@@ -106,8 +108,14 @@ class KVCache:
         if self._computing.get(block_hash) is request:
             del self._computing[block_hash]
 
-    def _usable_hashes(self, request: Request) -> list[bytes]:
-        return self._hashes(request)[: (request.num_tokens - 1) // self.block_size]
+    def _last_computing(self, hashes: list[bytes], start: int, end: int) -> bytes | None:
+        """The last of the blocks from `start` on that are being computed without a gap; None if the first is not."""
+        last = None
+        for i in range(start, end):
+            if hashes[i] not in self._computing:
+                break
+            last = hashes[i]
+        return last
 
     def _hashes(self, request: Request) -> list[bytes]:
         """Names of the request's full blocks; what is known is not hashed again."""

@@ -93,6 +93,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0
+    awaited_hash: bytes | None = None
     num_computed_tokens: int = 0
     num_confirmed_tokens: int = 0
     num_pending: int = 0
@@ -113,6 +114,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens whose ids are known."""
         return len(self.token_ids)
+
+    @property
+    def num_lacking_tokens(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -106,7 +106,25 @@ class Scheduler:
 
         Raises: RequestRefused; nothing has changed then.
         """
-        room = self.max_request_tokens - request.num_prompt_tokens
+        self._refuse_what_cannot_run(request)
+        if len(self.waiting) >= self.config.max_num_waiting and not is_resubmission:
+            raise RequestRefused(
+                f"{len(self.waiting)} requests wait already; the most is {self.config.max_num_waiting}",
+                is_overload=True,
+            )
+        request.max_output_tokens = min(request.max_output_tokens, self._room_for_output(request))
+        request.arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.arrival, request))
+            self._drop_deadlines_of_ended_requests()
+
+    def _room_for_output(self, request: Request) -> int:
+        return self.max_request_tokens - request.num_prompt_tokens
+
+    def _refuse_what_cannot_run(self, request: Request) -> None:
+        room, num_output = self._room_for_output(request), len(request.output_token_ids)
         if request.num_prompt_tokens == 0:
             raise RequestRefused("the prompt is empty; it needs at least one token", field="prompt")
         if room < 1:
@@ -115,18 +133,18 @@ class Scheduler:
                 f"together can have {self.max_request_tokens}",
                 field="prompt",
             )
+        if request.max_output_tokens < 1:
+            raise RequestRefused(
+                f"max_tokens is {request.max_output_tokens}; at least 1 token is generated", field="max_tokens"
+            )
+        if num_output >= min(room, request.max_output_tokens):
+            raise RequestRefused(
+                f"the resumed output has {num_output} tokens and may have {min(room, request.max_output_tokens)}: "
+                "nothing is left to generate",
+                field="resume_token_ids",
+            )
         if request.request_id in self._requests:
             raise RequestRefused(f"request id {request.request_id!r} is in use", field="request_id")
-        if len(self.waiting) >= self.config.max_num_waiting and not is_resubmission:
-            raise RequestRefused(f"{len(self.waiting)} requests wait already", is_overload=True)
-        request.max_output_tokens = min(request.max_output_tokens, room)
-        if len(request.output_token_ids) >= request.max_output_tokens:
-            raise RequestRefused("the resumed output has max_tokens already", field="resume_token_ids")
-        request.arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
-        self._requests[request.request_id] = request
-        self.waiting.add(request)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.arrival, request))
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
@@ -144,13 +162,14 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
+        max_chunk = self._max_chunk()
         index = 0
-        while index < len(self.running):
+        while index < len(self.running) and (budget_left := self._budget_left(plan)):
             request = self.running[index]
             index += 1
-            num_new = self._chunk(request, request.num_computed_tokens, plan)
-            if request.needs_no_more_plans or num_new == 0:
+            if request.needs_no_more_plans:
                 continue
+            num_new = min(request.num_lacking_tokens, max_chunk, budget_left)
             new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new, plan)
             if new_block_ids is None:
                 return  # the request itself was preempted; it was the last one
@@ -165,7 +184,7 @@ class Scheduler:
             if plan.num_scheduled_tokens >= self.config.max_num_batched_tokens or request.num_plans_in_flight:
                 break  # (rule 2) the blocks it gave up are not for those behind it
             found = self.kv.find_prefix(request)
-            if self.kv.is_being_computed(request, len(found)):
+            if found is None:
                 num_skipped += 1  # (rule 4)
                 if num_skipped >= self.config.max_num_seqs:
                     break  # a step's cost does not grow with the queue
@@ -174,10 +193,11 @@ class Scheduler:
                 break
             self._admit(plan, request, found)
             admitted.append(request)
-        for request in admitted:
-            self.waiting.remove(request)
-        self.running += admitted
-        self.running.sort(key=order_of)
+        if admitted:
+            for request in admitted:
+                self.waiting.remove(request)
+            self.running += admitted
+            self.running.sort(key=order_of)
 
     def _admit(self, plan: SchedulerOutput, request: Request, found: list[int]) -> None:
         self.kv.open_table(request, found)
@@ -189,7 +209,7 @@ class Scheduler:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             self.stats.num_prefix_queried_tokens += request.num_prompt_tokens
             self.stats.num_prefix_hit_tokens += request.num_cached_tokens
-        num_new = self._chunk(request, num_cached, plan)
+        num_new = min(request.num_lacking_tokens, self._max_chunk(), self._budget_left(plan))
         new_block_ids = self.kv.allocate_slots(request, num_cached + num_new)
         assert new_block_ids is not None, "what fits can be allocated"
         self._plan_row(plan, request, num_new, found + new_block_ids, is_new=True)
@@ -199,13 +219,13 @@ class Scheduler:
         needed = self.kv.num_blocks_for(request.num_tokens) - len(found)
         return needed + self.kv.pool.count_cached(found) <= self.kv.pool.num_free_blocks
 
-    def _chunk(self, request: Request, num_computed: int, plan: SchedulerOutput) -> int:
-        """Tokens of `request` for this step. While others want to run too, a prompt gets half of the budget at most."""
+    def _max_chunk(self) -> int:
+        """Most tokens of a request in this step. While others want to run too, a prompt gets half of the budget."""
         budget = self.config.max_num_batched_tokens
-        others = len(self.running) + len(self.waiting) > 1
-        limit = max(1, budget // 2) if others else budget
-        lacking = request.num_tokens + request.num_pending - num_computed
-        return min(lacking, limit, budget - plan.num_scheduled_tokens)
+        return max(1, budget // 2) if len(self.running) + len(self.waiting) > 1 else budget
+
+    def _budget_left(self, plan: SchedulerOutput) -> int:
+        return self.config.max_num_batched_tokens - plan.num_scheduled_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: SchedulerOutput) -> list[int] | None:
         """Blocks for `request`, from the last running ones if need be; None if it had to be preempted itself."""
@@ -220,24 +240,17 @@ class Scheduler:
         self, plan: SchedulerOutput, request: Request, num_new: int, new_block_ids: list[int], *, is_new: bool = False
     ) -> None:
         assert request.row_id is not None
-        end = request.num_computed_tokens + num_new
-        samples = end == request.num_tokens + request.num_pending
+        start, num_pending = request.num_computed_tokens, request.num_pending
+        samples = num_new == request.num_lacking_tokens
+        feeds_back = samples and num_pending > 0
         plan.rows.append(
-            ScheduledRow(
-                request=request,
-                row_id=request.row_id,
-                num_scheduled_tokens=num_new,
-                num_computed_tokens=request.num_computed_tokens,
-                new_block_ids=new_block_ids,
-                is_new=is_new,
-                feeds_back=samples and request.num_pending > 0,
-                samples=samples,
-            )
+            ScheduledRow(request, request.row_id, num_new, start, new_block_ids, is_new, feeds_back, samples)
         )
         plan.num_scheduled_tokens += num_new
-        request.num_computed_tokens = end
+        request.num_computed_tokens = start + num_new
         request.num_plans_in_flight += 1
-        request.num_pending += samples
+        if samples:
+            request.num_pending = num_pending + 1
 
     def _preempt(self, request: Request, plan: SchedulerOutput) -> None:
         self._leave_running(request)
@@ -321,6 +334,12 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][2].is_finished:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _drop_deadlines_of_ended_requests(self) -> None:
+        """Keep the heap in proportion to the living: far deadlines of short requests would pile up in it."""
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
 
     def _finish(self, request: Request, reason: FinishReason, error: Any = None) -> RequestOutput:
         if request.status is RequestStatus.RUNNING:
