@@ -58,7 +58,7 @@ class Delivery(Response):
         """Count what an update brought."""
         if update.accepted is not None:
             info.span.set_attribute("gen_ai.response.model", update.accepted.model)
-        if update.choices and info.first_token_s is None:
+        if info.first_token_s is None and any(choice.num_tokens for choice in update.choices.values()):
             info.mark_first_token()
         for index, choice in update.choices.items():
             if choice.finish is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Finish
+from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Finish, Position
 from tokenloom.gateway.logprob_formats import CompletionLogprobs, chat_logprobs, prompt_logprobs
 
 
@@ -131,6 +131,7 @@ class CompletionFormat:
         self._num_choices = num_choices
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._unsent_prompts: dict[int, list[int]] = {}
+        self._prompt_logprobs: list[Position] = []
 
     def begin(self, accepted: Accepted) -> None:
         """Note the prompts' ids, which go out with each choice's first piece."""
@@ -159,8 +160,12 @@ class CompletionFormat:
         }
 
     def whole(self, index: int, choice: ChoiceUpdate) -> dict[str, Any]:
-        """A choice with its text."""
+        """A choice with its text. Choices come in order of their index."""
         assert choice.finish is not None
+        if index % self._num_choices == 0:
+            self._prompt_logprobs = choice.prompt_logprobs
+        else:  # only the first choice of a prompt brings them
+            choice.prompt_logprobs = self._prompt_logprobs
         whole: dict[str, Any] = {**self.last_chunk(index, choice.finish), "text": choice.text}
         if self._has_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)

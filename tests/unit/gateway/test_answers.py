@@ -136,6 +136,19 @@ def test_echoed_logprobs_begin_with_the_first_prompt_token_without_a_logprob() -
     assert logprobs["text_offset"] == [0, 3, 7]
 
 
+def test_choices_of_one_prompt_share_its_logprobs() -> None:
+    form = CompletionFormat(has_prompt_logprobs=True, num_choices=2)
+    answer = WholeAnswer(HEAD, form, 4)
+    for index in range(4):
+        known = {0: [position("a")], 2: [position("b")]}.get(index, [])
+        answer.add(
+            Update(accepted=ACCEPTED, choices={index: ChoiceUpdate("x", prompt_logprobs=known, finish=Finish("stop"))})
+        )
+    choices = orjson.loads(answer.body(USAGE))["choices"]
+    decoded = [choice["prompt_logprobs"][1]["7"]["decoded_token"] for choice in choices]
+    assert decoded == ["a", "a", "b", "b"]
+
+
 def test_offsets_of_completion_logprobs_run_on_over_a_streams_chunks() -> None:
     form = CompletionFormat(has_logprobs=True)
     first = form.chunk(0, ChoiceUpdate(text="ab", logprobs=[position("a"), position("b")]))
