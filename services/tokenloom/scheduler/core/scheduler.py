@@ -22,11 +22,11 @@ Blocks belong to a request while it runs: taken in `schedule()`, released by pre
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from tokenloom.scheduler.core.deadlines import Deadlines
 from tokenloom.scheduler.core.kv_cache import KVCache
 from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus
@@ -78,7 +78,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.plans_in_flight: deque[SchedulerOutput] = deque()
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._released_row_ids: list[int] = []
         self._next_arrival = 0
         self._next_row_id = 1
@@ -116,9 +116,7 @@ class Scheduler:
         request.arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
         self._requests[request.request_id] = request
         self.waiting.add(request)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.arrival, request))
-            self._drop_deadlines_of_ended_requests()
+        self._deadlines.add(request, num_living=len(self._requests))
 
     def _room_for_output(self, request: Request) -> int:
         return self.max_request_tokens - request.num_prompt_tokens
@@ -321,25 +319,12 @@ class Scheduler:
 
     def expire(self, now_s: float) -> list[RequestOutput]:
         """End the requests whose deadline has come; to be called before a plan is made."""
-        news = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.is_finished:
-                news.append(self._finish(request, FinishReason.DEADLINE))
-        return news
+        return [self._finish(request, FinishReason.DEADLINE) for request in self._deadlines.pop_due(now_s)]
 
     @property
     def next_deadline_s(self) -> float | None:
         """When `expire` has to be called next; None: no request has a deadline."""
-        while self._deadlines and self._deadlines[0][2].is_finished:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def _drop_deadlines_of_ended_requests(self) -> None:
-        """Keep the heap in proportion to the living: far deadlines of short requests would pile up in it."""
-        if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
-            heapq.heapify(self._deadlines)
+        return self._deadlines.next_s
 
     def _finish(self, request: Request, reason: FinishReason, error: Any = None) -> RequestOutput:
         if request.status is RequestStatus.RUNNING:
