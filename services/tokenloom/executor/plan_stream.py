@@ -1,0 +1,151 @@
+"""One Execute stream: takes plans as they come, has them run in order, gives results in the same order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from tokenloom.api.v1 import executor_pb2
+from tokenloom.common.errors import FailedPrecondition, Internal, InvalidArgument, TokenloomError
+from tokenloom.executor import convert, metrics
+from tokenloom.executor.epochs import Epochs
+from tokenloom.executor.plan import Plan, Result, SamplingParams
+from tokenloom.executor.runner import Runner
+from tokenloom.executor.spans import RowSpans
+
+log = logging.getLogger(__name__)
+MAX_PLANS_IN_FLIGHT = 4
+Outcome = Result | TokenloomError
+"""FailedPrecondition ends the stream; any other error fails one plan."""
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    """What a stream works with; shared by all streams of a process.
+
+    Args:
+        worker: the one thread that runs everything on the model.
+        defaults: sampling parameters of rows that leave them open.
+    """
+
+    runner: Runner
+    worker: ThreadPoolExecutor
+    epochs: Epochs
+    spans: RowSpans
+    defaults: SamplingParams
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan whose result is yet to be sent."""
+
+    step_id: int
+    span: trace.Span
+    outcome: asyncio.Future[Outcome]
+
+
+class PlanStream:
+    """Runs the plans of one stream; at most MAX_PLANS_IN_FLIGHT are taken and not yet answered."""
+
+    def __init__(self, parts: StreamParts) -> None:
+        self._parts = parts
+        self._slots = asyncio.Semaphore(MAX_PLANS_IN_FLIGHT)
+        self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue()  # bounded by the slots
+        self._last_step_id: int | None = None
+        self.last_plan_s = time.monotonic()
+
+    async def read(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> None:
+        """Take plans until the scheduler ends the stream or one is of another epoch."""
+        try:
+            async for request in requests:
+                await self._slots.acquire()
+                self.last_plan_s = time.monotonic()
+                plan = self._accept(request)
+                self._in_flight.put_nowait(plan)
+                if plan.outcome.done() and isinstance(plan.outcome.result(), FailedPrecondition):
+                    return
+        finally:
+            self._in_flight.put_nowait(None)
+
+    async def responses(self) -> AsyncIterator[executor_pb2.ExecuteResponse]:
+        """Results in the order of the plans.
+
+        Raises: FailedPrecondition after the results before it, if a plan is of another epoch.
+        """
+        while (plan := await self._in_flight.get()) is not None:
+            outcome = await plan.outcome
+            plan.span.end()
+            yield self._response(plan.step_id, outcome)
+            self._slots.release()
+
+    def void(self) -> None:
+        """End the stream with FAILED_PRECONDITION once what is in flight is answered: a new epoch has begun."""
+        self._in_flight.put_nowait(_InFlight(0, trace.INVALID_SPAN, _known(_stale())))
+
+    def _accept(self, request: executor_pb2.ExecuteRequest) -> _InFlight:
+        """Hand a plan to the worker, or know its outcome at once if it is faulty."""
+        arrived_s = time.perf_counter()
+        parts = self._parts
+        span: trace.Span = trace.INVALID_SPAN
+        try:
+            parts.epochs.check(request.epoch.boot_id, request.epoch.counter, self)
+            self._check_order(request.step_id)
+            plan = convert.plan_from_proto(request, parts.defaults)
+            parts.spans.follow(request)
+            span = parts.spans.step(request)
+            counter = request.epoch.counter
+            loop = asyncio.get_running_loop()
+            outcome: asyncio.Future[Outcome] = loop.run_in_executor(parts.worker, self._run, plan, counter, arrived_s)
+        except TokenloomError as error:
+            outcome = _known(error)
+        return _InFlight(request.step_id, span, outcome)
+
+    def _check_order(self, step_id: int) -> None:
+        last, self._last_step_id = self._last_step_id, step_id
+        if last is not None and step_id != last + 1:
+            raise InvalidArgument(f"plan {step_id} follows plan {last}", reason="MALFORMED_PLAN")
+
+    def _run(self, plan: Plan, epoch_counter: int, arrived_s: float) -> Outcome:
+        """Run a plan; in the worker's thread. Errors are outcomes here, nothing is raised."""
+        if not self._parts.epochs.is_current(epoch_counter):
+            return _stale()
+        started_s = time.perf_counter()
+        try:
+            result = self._parts.runner.execute(plan)
+        except TokenloomError as error:
+            log.warning("%s", error)
+            return error
+        except Exception:
+            log.exception("plan %d failed", plan.step_id)
+            return Internal("the step failed; the executor's log has the details", reason="STEP_FAILED")
+        result.timings.queued_us = int((started_s - arrived_s) * 1e6)
+        metrics.STEP_SECONDS.observe(time.perf_counter() - started_s)
+        metrics.TOKENS.inc(sum(row.num_scheduled_tokens for row in plan.rows))
+        return result
+
+    def _response(self, step_id: int, outcome: Outcome) -> executor_pb2.ExecuteResponse:
+        if isinstance(outcome, FailedPrecondition):
+            raise outcome
+        metrics.STEPS.inc()
+        if isinstance(outcome, TokenloomError):
+            metrics.STEP_ERRORS.inc()
+            return convert.failed_step_to_proto(step_id, outcome)
+        metrics.SAMPLED_TOKENS.inc(len(outcome.sampled))
+        metrics.ROW_ERRORS.inc(len(outcome.failures))
+        return convert.result_to_proto(outcome)
+
+
+def _stale() -> FailedPrecondition:
+    return FailedPrecondition("a new epoch has begun; this stream is void", reason="STALE_EPOCH")
+
+
+def _known(outcome: Outcome) -> asyncio.Future[Outcome]:
+    future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    future.set_result(outcome)
+    return future

@@ -1,0 +1,113 @@
+"""ExecutorService over gRPC: plans in, results out, in order.
+
+All work on the model happens in one thread, so that the event loop stays free for frames and health checks and a
+runner needs no locks. Plans wait for that thread in the order they came; when too many wait, a stream is not read from
+and gRPC's flow control holds the scheduler back. Initialize begins a new epoch: it waits for the plan that runs, and
+what is queued of the old epoch is never run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
+from tokenloom.common.errors import InvalidArgument, Unavailable
+from tokenloom.executor import convert, metrics
+from tokenloom.executor.capabilities import Capabilities
+from tokenloom.executor.epochs import Epochs
+from tokenloom.executor.plan_stream import MAX_PLANS_IN_FLIGHT, PlanStream, StreamParts
+from tokenloom.executor.runner import Runner
+from tokenloom.executor.spans import RowSpans
+
+log = logging.getLogger(__name__)
+SERVICE_NAME = "tokenloom.api.v1.ExecutorService"
+_LOAD_LIMIT_S = 600.0
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run."""
+
+    runner: Runner
+    capabilities: Capabilities
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """Serves one model to one scheduler at a time; made inside the running event loop.
+
+    Args:
+        worker: the one thread that runs everything on the model; owned by the caller.
+    """
+
+    def __init__(self, worker: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self._loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+        self._epochs = Epochs()
+        self._spans = RowSpans()
+
+    def set_loaded(self, loaded: Loaded) -> None:
+        """The model is ready; calls that wait for it go on."""
+        self._loaded.set_result(loaded)
+
+    @property
+    def is_idle(self) -> bool:
+        """No stream is open, or none has brought a plan for a second."""
+        stream = self._epochs.owner
+        return not isinstance(stream, PlanStream) or time.monotonic() - stream.last_plan_s > _IDLE_S
+
+    async def GetCapabilities(
+        self, request: executor_pb2.GetCapabilitiesRequest, context: object
+    ) -> executor_pb2.GetCapabilitiesResponse:
+        """Answer once the model is loaded."""
+        loaded = await self._wait_loaded()
+        return convert.capabilities_to_proto(loaded.capabilities, self._epochs.boot_id, MAX_PLANS_IN_FLIGHT)
+
+    async def Initialize(
+        self, request: executor_pb2.InitializeRequest, context: object
+    ) -> executor_pb2.InitializeResponse:
+        """Lay out KV memory and begin an epoch; earlier plans, rows and streams are void."""
+        loaded = await self._wait_loaded()
+        most = loaded.capabilities.max_num_blocks
+        if not 2 <= request.num_blocks <= most:
+            raise InvalidArgument(f"{request.num_blocks} blocks; from 2 to {most} fit", field="num_blocks")
+        if isinstance(stream := self._epochs.owner, PlanStream):
+            stream.void()
+        self._spans.end_all()
+        counter = self._epochs.begin()
+        await asyncio.get_running_loop().run_in_executor(self._worker, loaded.runner.initialize, request.num_blocks)
+        metrics.EPOCHS.inc()
+        log.info("epoch %d begins with %d blocks", counter, request.num_blocks)
+        epoch = executor_pb2.Epoch(boot_id=self._epochs.boot_id, counter=counter)
+        return executor_pb2.InitializeResponse(epoch=epoch)
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: object
+    ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
+        """Run a scheduler's plans; one stream at a time per epoch."""
+        loaded = await self._wait_loaded()
+        defaults = loaded.capabilities.default_sampling
+        stream = PlanStream(StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults))
+        reader = asyncio.create_task(stream.read(request_iterator))
+        try:
+            async for response in stream.responses():
+                yield response
+        finally:
+            self._epochs.release(stream)
+            reader.cancel()
+            # How the client ended the stream no longer matters.
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await reader
+
+    async def _wait_loaded(self) -> Loaded:
+        try:
+            async with asyncio.timeout(_LOAD_LIMIT_S):
+                return await asyncio.shield(self._loaded)
+        except TimeoutError:
+            raise Unavailable("the model is still loading", retry_after_s=10) from None
