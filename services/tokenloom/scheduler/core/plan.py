@@ -45,7 +45,7 @@ class SchedulerOutput:
         step_id: rises by one from plan to plan.
         rows: what to compute.
         finished_row_ids: rows that the executor must forget, before it runs the rows.
-        preempted: requests that lost their blocks while this plan was made.
+        preempted: requests that lost their blocks since the last plan.
         num_scheduled_tokens: of all rows; at most the token budget.
     """
 

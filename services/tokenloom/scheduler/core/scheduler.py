@@ -80,6 +80,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._released_row_ids: list[int] = []
+        self._preempted: list[Request] = []
         self._next_arrival = 0
         self._next_row_id = 1
         self._next_step_id = 1
@@ -149,12 +150,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Make the next plan and count it as in flight; None, and nothing is in flight, if no row can run now."""
         plan = SchedulerOutput(self._next_step_id)
+        num_preempted = len(self._preempted)
         self._schedule_running(plan)
-        if not plan.preempted:
+        if len(self._preempted) == num_preempted:
             self._admit_waiting(plan)
         if not plan.rows:
             return None
         plan.finished_row_ids, self._released_row_ids = self._released_row_ids, []
+        plan.preempted, self._preempted = self._preempted, []
         self._next_step_id += 1
         self.plans_in_flight.append(plan)
         return plan
@@ -168,7 +171,7 @@ class Scheduler:
             if request.needs_no_more_plans:
                 continue
             num_new = min(request.num_lacking_tokens, max_chunk, budget_left)
-            new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new, plan)
+            new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new)
             if new_block_ids is None:
                 return  # the request itself was preempted; it was the last one
             self._plan_row(plan, request, num_new, new_block_ids)
@@ -225,11 +228,11 @@ class Scheduler:
     def _budget_left(self, plan: SchedulerOutput) -> int:
         return self.config.max_num_batched_tokens - plan.num_scheduled_tokens
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: SchedulerOutput) -> list[int] | None:
+    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for `request`, from the last running ones if need be; None if it had to be preempted itself."""
         while (new_block_ids := self.kv.allocate_slots(request, num_tokens)) is None:
             victim = self.running.pop()
-            self._preempt(victim, plan)
+            self._preempt(victim)
             if victim is request:
                 return None
         return new_block_ids
@@ -250,13 +253,13 @@ class Scheduler:
         if samples:
             request.num_pending = num_pending + 1
 
-    def _preempt(self, request: Request, plan: SchedulerOutput) -> None:
+    def _preempt(self, request: Request) -> None:
         self._leave_running(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.add(request)
-        plan.preempted.append(request)
+        self._preempted.append(request)
 
     def _leave_running(self, request: Request) -> None:
         assert request.row_id is not None
