@@ -16,15 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tokenloom import __version__
-from tokenloom.api.v1 import inference_pb2
 from tokenloom.common.auth import ApiKeys
 from tokenloom.common.errors import NotFound, TokenloomError, Unavailable
 from tokenloom.common.metrics import REGISTRY, fetch_metrics
 from tokenloom.common.telemetry import context_of, inject
 from tokenloom.gateway.answers import AnswerHead, StreamAnswer, WholeAnswer
 from tokenloom.gateway.config import GatewayConfig
-from tokenloom.gateway.convert import CallContext, chat_start, completion_start
-from tokenloom.gateway.delivery import Delivery, StreamDelivery, WholeDelivery
+from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start
+from tokenloom.gateway.delivery import Delivery, Job, StreamDelivery, WholeDelivery
 from tokenloom.gateway.formats import ChatFormat, CompletionFormat, Format
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.http_errors import HttpError, from_validation, to_http
@@ -116,10 +115,10 @@ def _delivery(
     body: GenerationBody,
     info: RequestInfo,
     form: Format,
-    start: inference_pb2.SessionStart,
+    start: Start,
     num_choices: int,
 ) -> Delivery:
-    """Submit a request and return what will carry its answer."""
+    """What will submit the request and carry its answer."""
     if start.ByteSize() > MAX_START_BYTES:
         raise HttpError(413, f"the request takes more than {MAX_START_BYTES} bytes", code="body_too_large")
     config = gateway.config
@@ -127,10 +126,10 @@ def _delivery(
     generation = Generation(head.request_id, config.max_buffered_bytes)
     _describe(info, body, form, head)
     timeout_s = min(body.timeout or config.request_timeout_s, config.request_timeout_s)
-    gateway.pool.submit(generation, start, timeout_s)
+    job = Job(generation, start, timeout_s, gateway.pool)
     if body.stream:
-        return StreamDelivery(generation, gateway.pool, StreamAnswer(head, form, body.includes_usage))
-    return WholeDelivery(generation, gateway.pool, WholeAnswer(head, form, num_choices))
+        return StreamDelivery(job, StreamAnswer(head, form, body.includes_usage))
+    return WholeDelivery(job, WholeAnswer(head, form, num_choices))
 
 
 def _describe(info: RequestInfo, body: GenerationBody, form: Format, head: AnswerHead) -> None:
@@ -160,27 +159,17 @@ def _model_routes(gateway: Gateway) -> APIRouter:
     async def list_models() -> Response:
         """The models served."""
         models = await gateway.pool.list_models()
-        return JsonResponse({"object": "list", "data": [_model_body(model) for model in models]})
+        return JsonResponse({"object": "list", "data": [model.body() for model in models]})
 
     @router.get(MODELS_PATH + "/{model_id:path}", response_model=None)
     async def get_model(model_id: str) -> Response:
         """One model."""
         for model in await gateway.pool.list_models():
             if model.id == model_id:
-                return JsonResponse(_model_body(model))
+                return JsonResponse(model.body())
         raise NotFound(f"the model {model_id!r} is not served here", field="model", reason="MODEL_NOT_FOUND")
 
     return router
-
-
-def _model_body(model: inference_pb2.Model) -> dict[str, Any]:
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "tokenloom",
-        "max_model_len": model.max_model_len,
-    }
 
 
 def _operations_routes(gateway: Gateway) -> APIRouter:

@@ -14,10 +14,12 @@ import orjson
 from tokenloom.api.v1 import common_pb2, inference_pb2
 from tokenloom.common.errors import from_proto
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Usage
+from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
 
 SCHEMA_REVISION = 1
 _U64 = 2**64 - 1
+Start = inference_pb2.SessionStart  # made here, sent by the tokenizer client, opaque to what lies between
 FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -35,7 +37,7 @@ class CallContext:
     trace: common_pb2.TraceContext
 
 
-def chat_start(body: ChatBody, context: CallContext) -> inference_pb2.SessionStart:
+def chat_start(body: ChatBody, context: CallContext) -> Start:
     """The frame's form of a chat request; handle and remaining time are set when it is sent."""
     chat = inference_pb2.ChatRequest(
         messages=[_message(message) for message in body.messages],
@@ -48,10 +50,10 @@ def chat_start(body: ChatBody, context: CallContext) -> inference_pb2.SessionSta
         chat.add_generation_prompt = False
     elif body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt
-    return inference_pb2.SessionStart(key_digest=context.key_digest, trace=context.trace, chat=chat)
+    return Start(key_digest=context.key_digest, trace=context.trace, chat=chat)
 
 
-def completion_start(body: CompletionBody, context: CallContext) -> inference_pb2.SessionStart:
+def completion_start(body: CompletionBody, context: CallContext) -> Start:
     """The frame's form of a completion request; handle and remaining time are set when it is sent."""
     complete = inference_pb2.CompleteRequest(
         prompts=[_prompt(prompt) for prompt in body.prompt],
@@ -60,10 +62,10 @@ def completion_start(body: CompletionBody, context: CallContext) -> inference_pb
     )
     if body.echo and body.num_logprobs is not None and body.prompt_logprobs is None:
         complete.options.sampling.num_prompt_logprobs = body.num_logprobs
-    return inference_pb2.SessionStart(key_digest=context.key_digest, trace=context.trace, complete=complete)
+    return Start(key_digest=context.key_digest, trace=context.trace, complete=complete)
 
 
-def options_of(start: inference_pb2.SessionStart) -> inference_pb2.GenerationOptions:
+def options_of(start: Start) -> inference_pb2.GenerationOptions:
     """The options of either kind of request, in place."""
     return start.chat.options if start.HasField("chat") else start.complete.options
 
@@ -192,6 +194,11 @@ def _finish(proto: inference_pb2.ChoiceFinished) -> Finish:
     if proto.stop_string:
         return Finish(reason, proto.stop_string)
     return Finish(reason, proto.stop_token_id if proto.HasField("stop_token_id") else None)
+
+
+def model_info(proto: inference_pb2.Model) -> ModelInfo:
+    """A model that a tokenizer listed."""
+    return ModelInfo(proto.id, proto.created_s, proto.max_model_len)
 
 
 def _usage(proto: inference_pb2.Usage) -> Usage:

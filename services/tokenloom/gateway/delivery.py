@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from tokenloom.common.errors import Cancelled
 from tokenloom.gateway import metrics
 from tokenloom.gateway.answers import StreamAnswer, WholeAnswer
+from tokenloom.gateway.convert import Start
 from tokenloom.gateway.generation import Generation, Update
 from tokenloom.gateway.request_info import RequestInfo, info_of
 from tokenloom.gateway.tokenizer_pool import TokenizerPool
@@ -29,26 +31,44 @@ _STREAM_HEADERS = [
 ]
 
 
+@dataclass(frozen=True)
+class Job:
+    """A request that is ready to be submitted.
+
+    Args:
+        generation: what will be filled.
+        start: what is sent.
+        timeout_s: longest time it may take.
+        pool: where it goes.
+    """
+
+    generation: Generation
+    start: Start
+    timeout_s: float
+    pool: TokenizerPool
+
+
 class Delivery(Response):
     """An answer that is made while it is sent."""
 
     media_type = "application/json"
 
-    def __init__(self, generation: Generation, pool: TokenizerPool) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
-        self._generation = generation
-        self._pool = pool
+        self._job = job
+        self._generation = job.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then release the request whatever happened."""
-        generation = self._generation
+        """Submit the request, answer, then release it whatever happened. Raises: TokenloomError before the answer."""
+        generation, pool = self._generation, self._job.pool
+        pool.submit(generation, self._job.start, self._job.timeout_s)
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, generation))
         try:
             await self.deliver(scope, send)
         finally:
             watcher.cancel()
             generation.abandon(Cancelled("the answer was given up", reason="GIVEN_UP"))
-            self._pool.release(generation)
+            pool.release(generation)
 
     async def deliver(self, scope: Scope, send: Send) -> None:
         """Send the answer. Raises: TokenloomError while nothing was sent yet."""
@@ -78,8 +98,8 @@ class Delivery(Response):
 class WholeDelivery(Delivery):
     """One JSON body, when everything is there."""
 
-    def __init__(self, generation: Generation, pool: TokenizerPool, answer: WholeAnswer) -> None:
-        super().__init__(generation, pool)
+    def __init__(self, job: Job, answer: WholeAnswer) -> None:
+        super().__init__(job)
         self._answer = answer
 
     async def deliver(self, scope: Scope, send: Send) -> None:
@@ -100,8 +120,8 @@ class WholeDelivery(Delivery):
 class StreamDelivery(Delivery):
     """Server-sent events, one write per update."""
 
-    def __init__(self, generation: Generation, pool: TokenizerPool, answer: StreamAnswer) -> None:
-        super().__init__(generation, pool)
+    def __init__(self, job: Job, answer: StreamAnswer) -> None:
+        super().__init__(job)
         self._answer = answer
 
     async def deliver(self, scope: Scope, send: Send) -> None:

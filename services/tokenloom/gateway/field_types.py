@@ -15,6 +15,10 @@ MAX_U32 = 2**32 - 1
 MAX_NUM_CHOICES = 128
 MAX_NUM_LOGPROBS = 20
 MAX_NUM_PROMPTS = 1024
+# Bounds on what is looked at one by one, so that no body holds the event loop for long.
+MAX_NUM_PROMPT_IDS = 1 << 20
+MAX_NUM_BIASES = 1024
+MAX_NUM_MESSAGES = 4096
 
 Count = Annotated[int, Field(ge=0, le=MAX_U32)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_U32)]
@@ -68,6 +72,8 @@ def _to_logit_bias(value: Any) -> dict[int, float]:
     """JSON's keys are strings: the token ids in decimal."""
     if not isinstance(value, dict):
         raise refusal("must be an object that maps token ids to numbers", code="invalid_type")
+    if len(value) > MAX_NUM_BIASES:
+        raise refusal(f"has {len(value)} entries; at most {MAX_NUM_BIASES} are accepted")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdecimal() and int(key) <= MAX_U32):
@@ -101,6 +107,9 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
         raise refusal("is empty; at least one prompt with at least one token is needed")
     if len(prompts) > MAX_NUM_PROMPTS:
         raise refusal(f"holds {len(prompts)} prompts; at most {MAX_NUM_PROMPTS} are accepted")
+    num_ids = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
+    if num_ids > MAX_NUM_PROMPT_IDS:
+        raise refusal(f"holds {num_ids} token ids; at most {MAX_NUM_PROMPT_IDS} are accepted")
     for number, prompt in enumerate(prompts):
         _check_prompt(number, prompt)
     return prompts
@@ -111,7 +120,7 @@ def _check_prompt(number: int, prompt: Any) -> None:
         raise refusal(f"prompt {number} is neither a string nor a list of token ids", code="invalid_type")
     if not prompt:
         raise refusal(f"prompt {number} is empty; at least one token is needed")
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or (set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= MAX_U32):
         return
     for token_id in prompt:
         if type(token_id) is not int:

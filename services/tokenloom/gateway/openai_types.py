@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tokenloom.gateway.field_types import (
+    MAX_NUM_MESSAGES,
     MAX_U32,
     Body,
     Count,
@@ -103,7 +104,7 @@ def _content_kind(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=1024), Tag("<parts>")],
     Discriminator(_content_kind),
 ]
 
@@ -155,7 +156,7 @@ class ResponseFormat(Body):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
     max_tokens: PositiveCount | None = Field(None, description="Older name of max_completion_tokens.")
     max_completion_tokens: PositiveCount | None = Field(None, description="Absent: the rest of the context.")
     logprobs: bool | None = None

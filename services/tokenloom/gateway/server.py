@@ -49,8 +49,7 @@ def listen_on(address: Address) -> socket.socket:
 
 
 def _remove_socket(address: Address) -> None:
-    if address.is_unix:
-        Path(address.path).unlink(missing_ok=True)
+    Path(address.path).unlink(missing_ok=True)
 
 
 class _Protocol(HttpToolsProtocol):
@@ -114,11 +113,13 @@ class GatewayStage:
             )
         )
         self._serving: asyncio.Task[None] | None = None
+        self._owns_socket = False
         self.port = 0
 
     async def start(self) -> None:
         """Listen, and begin to connect to the tokenizers. Raises: SetupError if the address is taken."""
         sock = listen_on(self._address)
+        self._owns_socket = self._address.is_unix
         if not self._address.is_unix:
             self.port = sock.getsockname()[1]
         await self._pool.start()
@@ -148,7 +149,8 @@ class GatewayStage:
         self._is_draining = True
         await self._pool.stop()
         await self._stop_serving()
-        _remove_socket(self._address)
+        if self._owns_socket:  # not one that another process listens on
+            _remove_socket(self._address)
 
     async def _stop_serving(self) -> None:
         if self._serving is not None:

@@ -22,6 +22,7 @@ from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES, bearer_metadata, make
 from tokenloom.common.errors import FailedPrecondition, Unavailable, from_rpc_error
 from tokenloom.gateway import convert, metrics
 from tokenloom.gateway.generation import Generation
+from tokenloom.gateway.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 SERVICE = "tokenloom.api.v1.InferenceService"
@@ -40,7 +41,7 @@ class Call:
     """A generation, what starts it anywhere, and when its time is up (the loop's clock)."""
 
     generation: Generation
-    start: inference_pb2.SessionStart
+    start: convert.Start
     deadline_s: float
     num_attempts: int = 0
 
@@ -148,14 +149,14 @@ class TokenizerClient:
         self._generations[handle] = call.generation
         self._outbox.add_start(call.start)
 
-    async def list_models(self) -> list[inference_pb2.Model]:
+    async def list_models(self) -> list[ModelInfo]:
         """The models served there. Raises: TokenloomError."""
         try:
             request = inference_pb2.ListModelsRequest()
             response = await self._stub.ListModels(request, timeout=_UNARY_LIMIT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
-        return list(response.models)
+        return [convert.model_info(model) for model in response.models]
 
     def _cancel(self, handle: int) -> None:
         if self._calls.pop(handle, None) is not None:

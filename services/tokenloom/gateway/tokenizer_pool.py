@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from tokenloom.api.v1 import inference_pb2
 from tokenloom.common.errors import DeadlineExceeded, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.gateway import metrics
+from tokenloom.gateway.convert import Start
 from tokenloom.gateway.generation import Generation
+from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.tokenizer_client import Call, TokenizerClient
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class TokenizerPool:
         """Take no new requests."""
         self._is_closed = True
 
-    def submit(self, generation: Generation, start: inference_pb2.SessionStart, timeout_s: float) -> None:
+    def submit(self, generation: Generation, start: Start, timeout_s: float) -> None:
         """Start a request; `release` must follow.
 
         Raises: Unavailable if no tokenizer can be reached; ResourceExhausted at the bound of requests in flight.
@@ -101,7 +102,7 @@ class TokenizerPool:
         if not self._open:
             self._is_idle.set()
 
-    async def list_models(self) -> list[inference_pb2.Model]:
+    async def list_models(self) -> list[ModelInfo]:
         """The models served. Raises: TokenloomError."""
         return await self._pick().list_models()
 

@@ -73,6 +73,7 @@ def test_n_null_is_one_choice_and_128_is_taken() -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias"),
         ({"stream": "true"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -91,6 +92,7 @@ def test_a_wrong_value_is_refused_with_its_field_named(fields: dict[str, Any], p
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": [USER] * 4097}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
@@ -129,6 +131,7 @@ def test_an_image_part_is_refused_by_naming_the_part() -> None:
         ({"prompt": [[5], ["a"]]}, "prompt"),
         ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": [[1] * 2**19, [1] * 2**19, [1]]}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
