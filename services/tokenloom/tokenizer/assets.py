@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenloom.common.config import set_default_env
 from tokenloom.common.errors import SetupError
 from tokenloom.common.model_files import ModelSource, cached_dir
+from tokenloom.tokenizer.gguf_tokenizer import convert_gguf_tokenizer
 
 log = logging.getLogger(__name__)
 DEFAULT_TEMPLATE = "default"
@@ -127,17 +128,27 @@ def _convert(source: ModelSource, folder: Path) -> None:
     """Write tokenizer.json and its companions into `folder`, by transformers."""
     log.info("converting the tokenizer of %s; once, some seconds", source.model_id)
     with _quiet_transformers():
-        from transformers import AutoTokenizer
-
         try:
-            options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-            tokenizer = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, **options)
-            tokenizer.save_pretrained(str(folder))
+            _convert_by_transformers(source, folder)
+        except SetupError:
+            raise
         except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SetupError(f"{source.folder} has no usable tokenizer: {reason}") from None
     if not (folder / "tokenizer.json").is_file():
         raise SetupError(f"{source.folder}: its tokenizer has no fast form (tokenizer.json), which Tokenloom needs")
+
+
+def _convert_by_transformers(source: ModelSource, folder: Path) -> None:
+    if source.gguf_file is not None:
+        with contextlib.suppress(ImportError):  # an older transformers, which reads GGUF files with torch only
+            convert_gguf_tokenizer(source.folder / source.gguf_file, folder)
+            return
+    from transformers import AutoTokenizer
+
+    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    tokenizer = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, **options)
+    tokenizer.save_pretrained(str(folder))
 
 
 @contextlib.contextmanager

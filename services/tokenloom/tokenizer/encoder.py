@@ -26,6 +26,8 @@ from tokenloom.tokenizer.metrics import ENCODE_SECONDS
 _LONG_TEXT_BYTES = 16 << 10
 _MAX_BATCH_TEXTS = 256
 _ENTRY_OVERHEAD_BYTES = 256
+_SLICE_TOKENS = 32_768
+_PAUSE_S = 0.0002
 _RETRY_AFTER_S = 1.0
 
 
@@ -232,6 +234,21 @@ class _Lane:
             add_special_tokens, is_plain = mode
             encodings = self._modes[is_plain].encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             for i, encoding in zip(places, encodings, strict=True):
-                results[i] = array("I", encoding.ids)
+                results[i] = _compact(encoding.ids)
         ENCODE_SECONDS.observe(time.perf_counter() - started_s)
         return [ids for ids in results if ids is not None]
+
+
+def _compact(ids: list[int]) -> array[int]:
+    """The ids at 4 bytes each; empties the list.
+
+    In slices with pauses, since each step holds the GIL: the list of a megabyte's ids at once would hold the event loop
+    up for longer than it took to make it.
+    """
+    compact = array("I")
+    while len(ids) > _SLICE_TOKENS:
+        compact.fromlist(ids[:_SLICE_TOKENS])
+        del ids[:_SLICE_TOKENS]
+        time.sleep(_PAUSE_S)
+    compact.fromlist(ids)
+    return compact
