@@ -434,6 +434,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         next_id: Callable[[list[int]], int] | None = None,
         eos_token_ids: tuple[int, ...] = (2,),
         max_model_len: int = 256,
+        default_sampling: common_pb2.SamplingParams | None = None,
         cluster_token: str = "",
     ) -> None:
         add = engine_pb2_grpc.add_EngineServiceServicer_to_server
@@ -451,6 +452,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
             max_num_waiting=64,
             max_num_logprobs=20,
             eos_token_ids=eos_token_ids,
+            default_sampling=default_sampling,
         )
         self.submits: list[engine_pb2.Submit] = []
         self.hellos: list[engine_pb2.Hello] = []
@@ -499,6 +501,26 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         finally:
             reader.cancel()
             self._sessions.discard(session)
+
+    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:
+        for session in self._sessions:
+            for handle, choice in list(session.choices.items()):
+                if request.request_id in (choice.submit.request_id, choice.submit.group_id):
+                    del session.choices[handle]
+                    reason = engine_pb2.ENGINE_FINISH_REASON_ABORTED
+                    finished = engine_pb2.Finished(handle=handle, reason=reason)
+                    session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(finished=[finished]))
+        return engine_pb2.AbortResponse(outcome=engine_pb2.AbortResponse.OUTCOME_ABORTED)
+
+    async def GetLoad(self, request: Any, context: Any) -> engine_pb2.GetLoadResponse:
+        return engine_pb2.GetLoadResponse(load=engine_pb2.Load(num_running=self.num_living))
+
+    async def FlushPrefixCache(self, request: Any, context: Any) -> engine_pb2.FlushPrefixCacheResponse:
+        return engine_pb2.FlushPrefixCacheResponse()  # it has no cache
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[engine_pb2.WatchStepsResponse]:
+        for number, _ in enumerate(self.frames):
+            yield engine_pb2.WatchStepsResponse(step_id=number)
 
     async def _read(self, session: _FakeEngineSession, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
