@@ -582,15 +582,15 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         if not sampling.HasField("num_prompt_logprobs"):
             return
         ids, width = choice.submit.prompt_token_ids[1:], sampling.num_prompt_logprobs + 1
-        entries = [token_id + rank for token_id in ids for rank in range(width)]
-        logprobs = [-0.5 - rank for _ in ids for rank in range(width)]
+        entries = [entry for token_id in ids for entry in _fake_entries(token_id, width)]
+        logprobs = [value for _ in ids for value in _fake_values(width)]
         frame.prompt_logprobs.add(
             handle=handle, first_position=1, num_per_token=width, token_ids=entries, logprobs=logprobs
         )
 
 
 def _add_fake_row(outputs: engine_pb2.StepOutputs, handle: int, first: int, choice: _FakeChoiceState) -> None:
-    """A row of new tokens; logprob entries are the token and the ids behind it, at -0.5, -1.5, ..."""
+    """A row of new tokens; the most likely tokens are the token itself and the ids behind it, at -0.5, -1.5, ..."""
     sampling, ids = choice.submit.sampling, choice.outputs[first:]
     width = sampling.num_logprobs + 1 if sampling.HasField("num_logprobs") else 0
     outputs.handles.append(handle)
@@ -599,5 +599,13 @@ def _add_fake_row(outputs: engine_pb2.StepOutputs, handle: int, first: int, choi
     outputs.token_ids.extend(ids)
     outputs.num_logprobs_per_token.append(width)
     for token_id in ids:
-        outputs.logprob_token_ids.extend(token_id + rank for rank in range(width))
-        outputs.logprobs.extend(-0.5 - rank for rank in range(width))
+        outputs.logprob_token_ids.extend(_fake_entries(token_id, width))
+        outputs.logprobs.extend(_fake_values(width))
+
+
+def _fake_entries(token_id: int, width: int) -> list[int]:
+    return [token_id, *range(token_id, token_id + width - 1)][:width]
+
+
+def _fake_values(width: int) -> list[float]:
+    return [-0.5, *[-0.5 - rank for rank in range(width - 1)]][:width]

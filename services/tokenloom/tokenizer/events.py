@@ -87,12 +87,11 @@ class Delta:
         return bool(self.token_ids or self.logprobs or self.prompt_logprobs)
 
     def append(self, later: Delta) -> None:
-        """Take the delta that follows into this one."""
+        """Take the delta that follows into this one; neither has prompt logprobs."""
         self.text += later.text
         self.num_tokens += later.num_tokens
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        self.prompt_logprobs += later.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

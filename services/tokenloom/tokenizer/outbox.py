@@ -42,6 +42,8 @@ class Outbox:
             self._clear()
         elif not isinstance(event, Delta):
             self._pending.append((handle, event))
+        elif event.prompt_logprobs:  # large, and to stay before the first token
+            self._pending.append((handle, event))
         elif (waiting := self._deltas.get((handle, event.choice_index))) is not None:
             waiting.append(event)
         else:

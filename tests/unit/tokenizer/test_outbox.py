@@ -31,6 +31,14 @@ def test_waiting_deltas_of_a_choice_merge_and_others_do_not() -> None:
     ]
 
 
+def test_prompt_logprobs_stay_apart_and_before_the_first_token() -> None:
+    outbox = Outbox(10_000)
+    prompt = Delta(0, prompt_logprobs=[PositionLogprobs([5], [-1.0])])
+    for delta in (prompt, prompt, Delta(0, "a", 0, 1), Delta(0, "b", 1, 1)):
+        outbox.put(1, delta)
+    assert taken(outbox) == [(1, prompt), (1, prompt), (1, Delta(0, "ab", 0, 2))]
+
+
 def test_what_was_taken_is_not_changed_by_later_deltas() -> None:
     outbox = Outbox(10_000)
     outbox.put(1, Delta(0, "a", 0, 1))
