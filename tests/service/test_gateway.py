@@ -40,9 +40,8 @@ def client(stack: GatewayStack) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def http(stack: GatewayStack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=10) as made:
-        yield made
+def http(stack: GatewayStack) -> httpx.Client:
+    return stack.http
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -131,6 +130,26 @@ def test_d04_each_choice_of_a_stream_has_its_index_one_role_and_one_finish(http:
         assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["length"]
         joined = "".join(choice["delta"].get("content", "") for choice in own)
         assert joined == whole["choices"][index]["message"]["content"]
+
+
+def test_a_step_costs_one_write_per_client_however_many_choices_move(http: httpx.Client) -> None:
+    body = {"messages": [USER], "n": 8, "max_tokens": 5, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        writes = list(answer.iter_raw())
+    assert len(writes) <= 6
+    assert b"".join(writes).count(b"data: ") == 8 * (1 + 5 + 1) + 1
+
+
+def test_the_access_log_has_the_request_id_and_no_text(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tokenloom.gateway.middleware")
+    body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 1}
+    answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-2"})
+    GatewayStack.wait_for(lambda: bool(caplog.records))
+    [record] = [record for record in caplog.records if record.name == "tokenloom.gateway.middleware"]
+    fields = vars(record)
+    assert answer.json()["id"] == "chatcmpl-" + fields["request_id"]
+    assert (fields["status"], fields["client_request_id"]) == (200, "mine-2")
+    assert "secret" not in str(fields)
 
 
 def test_d05_text_parts_are_joined_with_a_newline(stack: GatewayStack, client: openai.OpenAI) -> None:
@@ -236,7 +255,7 @@ def test_metrics_count_requests_and_tokens_and_append_other_stages(http: httpx.C
 
 def test_metrics_say_which_stage_does_not_answer(tmp_path: Path) -> None:
     with running_gateway(tmp_path, metrics_from=(f"unix:{tmp_path}/nobody.sock",)) as stack:
-        page = httpx.get(f"{stack.url}/metrics")
+        page = stack.http.get("/metrics")
     assert page.status_code == 200
     assert f"# no metrics from unix:{tmp_path}/nobody.sock" in page.text
 

@@ -30,9 +30,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayStack]:
 
 
 @pytest.fixture(scope="module")
-def http(stack: GatewayStack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=10) as made:
-        yield made
+def http(stack: GatewayStack) -> httpx.Client:
+    return stack.http
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -102,11 +101,11 @@ def test_a_body_over_the_limit_is_413_by_counting_when_no_length_is_declared(tmp
             yield b"x" * 1024
 
     with running_gateway(tmp_path, max_body_bytes=32 << 10) as stack:
-        answer = httpx.post(stack.url + CHAT, content=parts(), headers=JSON)
+        answer = stack.http.post(CHAT, content=parts(), headers=JSON)
         assert answer.status_code == 413
         error_of(answer)
         fitting = {"messages": [{"role": "user", "content": "x" * (31 << 10)}], "max_tokens": 1}
-        assert httpx.post(stack.url + CHAT, json=fitting).status_code == 200
+        assert stack.http.post(CHAT, json=fitting).status_code == 200
 
 
 def test_a_body_that_does_not_arrive_is_408(tmp_path: Path) -> None:
@@ -193,38 +192,38 @@ def test_keys_are_checked_before_the_body_and_sent_on_as_digests(tmp_path: Path)
     with running_gateway(tmp_path, keys=("right", "other"), api_key=("right", "other")) as stack:
         body = {"messages": [USER], "max_tokens": 1}
         for key in ("right", "other"):
-            answer = httpx.post(stack.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+            answer = stack.http.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200
             assert stack.tokenizer.starts[-1].key_digest == digest_of(key)
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"}):
-            answer = httpx.post(stack.url + CHAT, content=b"{", headers={**JSON, **headers})
+            answer = stack.http.post(CHAT, content=b"{", headers={**JSON, **headers})
             assert answer.status_code == 401
             assert error_of(answer)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/v1/models/x", "/nowhere"):
-            assert httpx.get(stack.url + path).status_code == 401
+            assert stack.http.get(path).status_code == 401
         for path in ("/health", "/ready", "/metrics"):
-            assert httpx.get(stack.url + path).status_code == 200
+            assert stack.http.get(path).status_code == 200
 
 
 def test_the_tokenizer_is_the_authority_when_the_gateway_has_no_keys(tmp_path: Path) -> None:
     with running_gateway(tmp_path, keys=("right",)) as stack:
         body = {"messages": [USER], "max_tokens": 1, "stream": True}
-        refused = httpx.post(stack.url + CHAT, json=body)
+        refused = stack.http.post(CHAT, json=body)
         assert refused.status_code == 401
         error_of(refused)
-        taken = httpx.post(stack.url + CHAT, json=body, headers={"authorization": "Bearer right"})
+        taken = stack.http.post(CHAT, json=body, headers={"authorization": "Bearer right"})
         assert taken.status_code == 200
 
 
 def test_requests_beyond_the_bound_are_429(tmp_path: Path) -> None:
     with running_gateway(tmp_path, max_num_requests=1) as stack:
         stack.do(stack.tokenizer.may_step.clear)
-        with httpx.stream("POST", stack.url + CHAT, json={"messages": [USER], "stream": True}) as first:
+        with stack.http.stream("POST", CHAT, json={"messages": [USER], "stream": True}) as first:
             assert first.status_code == 200
-            second = httpx.post(stack.url + CHAT, json={"messages": [USER]})
+            second = stack.http.post(CHAT, json={"messages": [USER]})
             assert second.status_code == 429
             assert second.headers["retry-after"] == "1"
             stack.do(stack.tokenizer.may_step.set)
             assert first.read().endswith(b"data: [DONE]\n\n")
-        assert httpx.post(stack.url + CHAT, json={"messages": [USER]}).status_code == 200
+        assert stack.http.post(CHAT, json={"messages": [USER]}).status_code == 200

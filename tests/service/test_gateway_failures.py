@@ -19,6 +19,7 @@ from tokenloom.common.address import Address
 from tokenloom.common.errors import SetupError
 from tokenloom.gateway import delivery, tokenizer_pool
 from tokenloom.gateway.server import listen_on
+from tokenloom.gateway.tokenizer_pool import TokenizerPool
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi there"}], "temperature": 0, "max_tokens": 5}
@@ -37,7 +38,7 @@ def in_thread(stack: GatewayStack, body: dict[str, Any]) -> tuple[threading.Thre
 
     def post() -> None:
         with contextlib.suppress(httpx.TransportError):
-            answers.append(httpx.post(stack.url + CHAT, json=body, timeout=20))
+            answers.append(stack.http.post(CHAT, json=body, timeout=20))
 
     thread = threading.Thread(target=post)
     thread.start()
@@ -69,7 +70,7 @@ def test_a_client_that_goes_away_is_cancelled_at_the_tokenizer(stack: GatewaySta
     connection.close()
     stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
     assert stack.tokenizer.cancelled == [stack.tokenizer.starts[0].chat.options.request_id]
-    assert 'requests_ended_early_total{reason="client_disconnected"}' in httpx.get(f"{stack.url}/metrics").text
+    assert 'requests_ended_early_total{reason="client_disconnected"}' in stack.http.get("/metrics").text
 
 
 def test_a_slow_reader_is_cancelled_and_cut_and_others_are_served(
@@ -80,8 +81,8 @@ def test_a_slow_reader_is_cancelled_and_cut_and_others_are_served(
     with connect_and_post(stack, {**BODY, "max_tokens": 5000, "stream": True}) as connection:
         stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
         stack.tokenizer.repeat = 1
-        assert httpx.post(stack.url + CHAT, json=BODY).json()["choices"][0]["message"]["content"] == TEXT
-        stack.wait_for(lambda: 'reason="slow_reader"} 1.0' in httpx.get(f"{stack.url}/metrics").text)
+        assert stack.http.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"] == TEXT
+        stack.wait_for(lambda: 'reason="slow_reader"} 1.0' in stack.http.get("/metrics").text)
         threading.Event().wait(0.4)
         data = b""
         while part := connection.recv(1 << 20):
@@ -127,15 +128,15 @@ def test_an_answer_in_the_making_that_nobody_has_seen_survives_a_killed_tokenize
 
 
 def test_a_stream_that_has_begun_ends_with_an_error_when_its_session_is_lost(stack: GatewayStack) -> None:
-    with httpx.stream("POST", stack.url + CHAT, json={**BODY, "max_tokens": 100_000, "stream": True}) as answer:
+    with stack.http.stream("POST", CHAT, json={**BODY, "max_tokens": 100_000, "stream": True}) as answer:
         lines = answer.iter_lines()
         while "content" not in next(lines):
             pass
         stack.do(stack.tokenizer.drop_sessions)
         events = [line for line in lines if line]
     assert orjson.loads(events[-1].removeprefix("data: "))["error"]["code"] == "session_lost"
-    stack.wait_for(lambda: httpx.get(f"{stack.url}/ready").status_code == 200)
-    assert httpx.post(stack.url + CHAT, json=BODY).status_code == 200
+    stack.wait_for(lambda: stack.http.get("/ready").status_code == 200)
+    assert stack.http.post(CHAT, json=BODY).status_code == 200
 
 
 def test_requests_wait_for_a_new_session_only_so_long(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,23 +148,23 @@ def test_requests_wait_for_a_new_session_only_so_long(stack: GatewayStack, monke
     thread.join()
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["code"] == "session_lost"
-    refused = httpx.post(stack.url + CHAT, json=BODY)
+    refused = stack.http.post(CHAT, json=BODY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_tokenizer")
-    assert httpx.get(f"{stack.url}/v1/models").status_code == 503
+    assert stack.http.get("/v1/models").status_code == 503
 
 
 def test_readiness_follows_the_tokenizers_health_and_liveness_does_not(stack: GatewayStack) -> None:
     def ready() -> int:
-        return httpx.get(f"{stack.url}/ready").status_code
+        return stack.http.get("/ready").status_code
 
     stack.run(stack.tokenizer.set_serving(False))
     stack.wait_for(lambda: ready() == 503)
-    assert httpx.get(f"{stack.url}/health").status_code == 200
+    assert stack.http.get("/health").status_code == 200
     stack.run(stack.tokenizer.set_serving(True))
     stack.wait_for(lambda: ready() == 200)
     stack.run(stack.tokenizer.stop())
     stack.wait_for(lambda: ready() == 503)
-    assert httpx.get(f"{stack.url}/health").status_code == 200
+    assert stack.http.get("/health").status_code == 200
 
 
 def test_a_tokenizer_that_does_not_answer_does_not_hold_a_request_for_ever(
@@ -171,7 +172,7 @@ def test_a_tokenizer_that_does_not_answer_does_not_hold_a_request_for_ever(
 ) -> None:
     monkeypatch.setattr(tokenizer_pool, "_DEADLINE_SLACK_S", 0.1)
     stack.do(stack.tokenizer.may_step.clear)
-    answer = httpx.post(stack.url + CHAT, json={**BODY, "timeout": 0.2})
+    answer = stack.http.post(CHAT, json={**BODY, "timeout": 0.2})
     assert answer.status_code == 504
     assert stack.tokenizer.starts[0].chat.options.remaining_time_ms <= 200
     stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)
@@ -179,7 +180,7 @@ def test_a_tokenizer_that_does_not_answer_does_not_hold_a_request_for_ever(
 
 def test_requests_go_to_the_tokenizer_with_the_fewest_in_flight(tmp_path: Path) -> None:
     with running_gateway(tmp_path, num_tokenizers=2) as stack:
-        stack.wait_for(lambda: '1.sock"} 1.0' in httpx.get(f"{stack.url}/metrics").text)
+        stack.wait_for(lambda: '1.sock"} 1.0' in stack.http.get("/metrics").text)
         for tokenizer in stack.tokenizers:
             stack.do(tokenizer.may_step.clear)
         waiting = [in_thread(stack, BODY) for _ in range(6)]
@@ -199,8 +200,8 @@ def test_a_draining_tokenizer_gets_no_new_requests_and_ends_its_own(tmp_path: Pa
         thread, answers = in_thread(stack, BODY)
         stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
         stack.do(stack.tokenizer.ask_for_no_more)
-        stack.wait_for(lambda: httpx.get(f"{stack.url}/ready").status_code == 503)
-        assert httpx.post(stack.url + CHAT, json=BODY).status_code == 503
+        stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
+        assert stack.http.post(CHAT, json=BODY).status_code == 503
         stack.do(stack.tokenizer.may_step.set)
         thread.join()
         assert answers[0].status_code == 200
@@ -210,14 +211,13 @@ def test_d23_a_drain_refuses_new_requests_and_lets_running_ones_end(stack: Gatew
     stack.do(stack.tokenizer.may_step.clear)
     running = [in_thread(stack, {**BODY, "stream": True}) for _ in range(3)]
     stack.wait_for(lambda: len(stack.tokenizer.starts) == 3)
-    with httpx.Client(base_url=stack.url) as client:
-        assert client.get("/ready").status_code == 200
-        drain = stack.begin(stack.stage.drain(8.0))
-        stack.wait_for(lambda: client.get("/ready").status_code == 503)
-        refused = client.post(CHAT, json=BODY)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-        assert client.get("/health").status_code == 200
-        stack.do(stack.tokenizer.may_step.set)
+    assert stack.http.get("/ready").status_code == 200
+    drain = stack.begin(stack.stage.drain(8.0))
+    stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
+    refused = stack.http.post(CHAT, json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert stack.http.get("/health").status_code == 200
+    stack.do(stack.tokenizer.may_step.set)
     drain.result(8)
     for thread, answers in running:
         thread.join()
@@ -229,7 +229,7 @@ def test_d23_past_the_grace_period_each_stream_gets_an_error_event(stack: Gatewa
     endless = {**BODY, "max_tokens": 100_000, "stream": True}
     running = [in_thread(stack, endless) for _ in range(2)]
     stack.wait_for(lambda: len(stack.tokenizer.starts) == 2)
-    stack.wait_for(lambda: "time_to_first_token_seconds_count" in httpx.get(f"{stack.url}/metrics").text)
+    stack.wait_for(lambda: "time_to_first_token_seconds_count" in stack.http.get("/metrics").text)
     stack.run(stack.stage.drain(0.1))
     for thread, answers in running:
         thread.join()
@@ -247,11 +247,24 @@ def test_a_port_in_use_is_a_setup_error_that_says_what_to_do() -> None:
             listen_on(Address(host="127.0.0.1", port=port))
 
 
-def test_the_gateway_serves_on_a_unix_socket(tmp_path: Path) -> None:
-    with running_gateway(tmp_path) as stack:
-        stack.url = ""
-    path = tmp_path / "http.sock"
-    sock = listen_on(Address(path=str(path)))
-    sock.close()
-    again = listen_on(Address(path=str(path)))  # the file that a dead process left does not matter
-    again.close()
+def test_the_file_of_a_dead_process_does_not_keep_a_unix_socket_taken(tmp_path: Path) -> None:
+    address = Address(path=str(tmp_path / "http.sock"))
+    listen_on(address).close()
+    with listen_on(address), pytest.raises(SetupError, match="in use"):
+        listen_on(address)
+
+
+def test_an_unexpected_error_is_logged_and_answered_as_500_in_openais_form(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: TokenizerPool) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(TokenizerPool, "list_models", fail)
+    answer = stack.http.get("/v1/models")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "a bug" not in answer.text
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert "a bug" in str(record.exc_info[1] if record.exc_info else "")
+    assert vars(record)["request_id"] == answer.headers["x-request-id"]

@@ -46,19 +46,21 @@ class Call:
     num_attempts: int = 0
 
 
-class _Outbox:
+class Outbox:
     """What the session has still to send; whatever piles up while a frame is written goes into the next one."""
 
     def __init__(self) -> None:
-        self._starts: dict[int, inference_pb2.SessionStart] = {}
+        self._starts: dict[int, convert.Start] = {}
         self._cancelled: list[int] = []
         self._has_work = asyncio.Event()
 
-    def add_start(self, start: inference_pb2.SessionStart) -> None:
+    def add_start(self, start: convert.Start) -> None:
+        """Begin a request; its handle is set."""
         self._starts[start.handle] = start
         self._has_work.set()
 
     def add_cancel(self, handle: int) -> None:
+        """End a request. One that was not sent yet is simply forgotten."""
         if self._starts.pop(handle, None) is None:
             self._cancelled.append(handle)
             self._has_work.set()
@@ -113,7 +115,7 @@ class TokenizerClient:
         self._on_up = on_up
         self._channel = make_channel(address, max_message_bytes=PUBLIC_MESSAGE_BYTES)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
         self._calls: dict[int, Call] = {}
         self._generations: dict[int, Generation] = {}
         self._last_handle = 0
@@ -188,7 +190,7 @@ class TokenizerClient:
         writer: asyncio.Task[None] | None = None
         try:
             await self._greet(stream)
-            self._outbox = _Outbox()
+            self._outbox = Outbox()
             writer = asyncio.create_task(self._write(stream, self._outbox))
             self.is_up = True
             metrics.SESSIONS.labels(self.address).set(1)
@@ -222,7 +224,7 @@ class TokenizerClient:
         self.is_draining = self.is_draining or frame.draining
 
     @staticmethod
-    async def _write(stream: Any, outbox: _Outbox) -> None:
+    async def _write(stream: Any, outbox: Outbox) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells why
             while True:
                 await stream.write(await outbox.next_frame())
