@@ -43,8 +43,7 @@ def prepare_environment() -> None:
     """Set what libraries read from the environment when they are imported; call it before torch is.
 
     Threads that wait sleep instead of spinning: the executor shares its cores with the other stages, and a spinning
-    barrier beside a busy process costs more than it saves. Progress bars stay out of the logs.
+    barrier beside a busy process costs more than it saves. Progress bars of downloads stay out of the logs.
     """
     set_default_env("OMP_WAIT_POLICY", "passive")
-    set_default_env("TQDM_DISABLE", "1")
     set_default_env("HF_HUB_DISABLE_PROGRESS_BARS", "1")

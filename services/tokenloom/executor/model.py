@@ -89,7 +89,19 @@ class _GivenHiddenStates(nn.Module):
         return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Hidden states in transformers' form."""
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+        """The hidden states in the form of a model output."""
+        assert self.hidden_states is not None
+        return _GivenOutput(self.hidden_states)
 
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden_states)
+
+class _GivenOutput:
+    """A model output that holds hidden states; whatever else a head looks for (attentions, router logits) is None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]

@@ -8,7 +8,9 @@ runs, and a reference for either is made from the cached folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import logging
 import time
 from dataclasses import dataclass
@@ -88,9 +90,11 @@ def _convert_gguf(source: ModelSource, folder: Path) -> None:
     log.info("converting %s, once; this takes a minute", source.gguf_file)
     path = source.folder / str(source.gguf_file)
     try:
-        causal_lm = _auto_model().from_pretrained(
-            str(source.folder), gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
-        )
+        # The GGUF reader draws a progress bar that no setting turns off; log handlers keep their own stream.
+        with contextlib.redirect_stderr(io.StringIO()):
+            causal_lm = _auto_model().from_pretrained(
+                str(source.folder), gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
+            )
     except Exception as error:  # the readers of GGUF raise whatever a broken file trips over
         raise SetupError(f"{path} cannot be read as a model ({_first_line(error)}); download it again") from error
     # It was unpacked while loading; what is saved is an ordinary model.
