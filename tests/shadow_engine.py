@@ -73,6 +73,7 @@ class _SentPlan:
 
     step_id: int
     finished_row_ids: list[int]
+    known_row_ids: set[int]
     rows: list[tuple[ScheduledRow, list[int]]]
     new_rows: dict[int, _Row]
 
@@ -107,19 +108,24 @@ class ShadowExecutor:
         self._rows: dict[int, _Row] = {}
         self._prefix_ids: dict[tuple[int | str, int], int] = {}
 
-    def submit(self, plan: SchedulerOutput) -> None:
-        """Take a plan; it runs later. Copies it, as sending would."""
+    def submit(self, plan: SchedulerOutput, known_row_ids: set[int]) -> None:
+        """Take a plan; it runs later. Copies it, as sending would.
+
+        Args:
+            known_row_ids: the only rows that the executor shall know when the plan has run.
+        """
         rows = [(row, list(row.new_block_ids)) for row in plan.rows]
         new_rows = {row.row_id: self._new_row(row.request) for row in plan.rows if row.is_new}
-        self.plans.append(_SentPlan(plan.step_id, list(plan.finished_row_ids), rows, new_rows))
+        self.plans.append(_SentPlan(plan.step_id, list(plan.finished_row_ids), known_row_ids, rows, new_rows))
 
     def execute(self) -> ModelOutput:
         """Run the oldest plan."""
         plan = self.plans.popleft()
         for row_id in plan.finished_row_ids:
-            self._rows.pop(row_id, None)
+            assert self._rows.pop(row_id, None), "a row that the executor does not know is to be forgotten"
         assert not plan.new_rows.keys() & self._rows.keys(), "a row id was used twice"
         self._rows |= plan.new_rows
+        assert self._rows.keys() <= plan.known_row_ids, "rows that ended are not forgotten"
         result = _Result(self.fails_next_step)
         self.fails_next_step = False
         for planned, new_block_ids in plan.rows:
@@ -237,7 +243,7 @@ class ShadowEngine:
             return None
         plan = self.core.schedule()
         if plan is not None:
-            self.executor.submit(plan)
+            self.executor.submit(plan, {row_id for request in self.core.running if (row_id := request.row_id)})
         return plan
 
     def execute(self) -> None:

@@ -363,7 +363,10 @@ class Scheduler:
         for request in list(self._requests.values()):
             request.num_plans_in_flight = request.num_pending = 0
             if request.num_tokens >= self.max_request_tokens:
-                error = RequestRefused(f"the engine came back with room for {self.max_request_tokens} tokens only")
+                error = RequestRefused(
+                    f"the request has {request.num_tokens} tokens and needs room for one more; the engine came back "
+                    f"with room for {self.max_request_tokens}"
+                )
                 news.append(self._finish(request, FinishReason.ERROR, error))
             else:
                 request.max_output_tokens = min(
