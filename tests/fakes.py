@@ -419,7 +419,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     Attributes:
         submits: every Submit that came, in order; cancelled and finished: request ids, the latter with tokens kept.
-        num_sessions: sessions that were opened.
+        hellos: of every session that was opened; num_messages: what came after them.
         frames: every frame that was sent.
         tokens_per_step: how many tokens a step gives each request.
         refusal: answers every new request with this error.
@@ -456,6 +456,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         )
         self.submits: list[engine_pb2.Submit] = []
         self.hellos: list[engine_pb2.Hello] = []
+        self.num_messages = 0
         self.cancelled: list[str] = []
         self.finished: list[tuple[str, int]] = []
         self.frames: list[engine_pb2.EngineServiceSessionResponse] = []
@@ -524,6 +525,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def _read(self, session: _FakeEngineSession, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
+            self.num_messages += 1
             for submit in message.submits:
                 self.submits.append(submit)
                 if self.refusal is not None:

@@ -21,10 +21,11 @@ from tests.service.tokenizer_stack import (
     chat_request,
     complete_request,
     run,
+    small_window_channel,
     tokenizer_on,
     until,
 )
-from tokenloom.api.v1 import common_pb2, inference_pb2
+from tokenloom.api.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tokenloom.common.channel import bearer_metadata
 from tokenloom.common.errors import (
     DeadlineExceeded,
@@ -35,7 +36,7 @@ from tokenloom.common.errors import (
     Unavailable,
 )
 from tokenloom.common.metrics import REGISTRY
-from tokenloom.tokenizer import generation
+from tokenloom.tokenizer import generation, servicer
 from tokenloom.tokenizer.active_request import child_seed
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -222,6 +223,20 @@ def test_a_client_that_goes_away_cancels_its_choices_and_no_others(tmp_path: Pat
             stack.engine.may_step.set()
             assert (await neighbour).texts[0] == stack.decode(stack.told([5] * 4, 20))
             assert stack.stage._generation.num_active == 0
+
+    run(scenario())
+
+
+def test_a_client_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_DIRECT_OUTBOX_BYTES", 100_000)
+
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack, small_window_channel(stack.config.listen) as channel:
+            large = complete_request([5], num_choices=3, max_tokens=250, sampling={"num_logprobs": 20}, request_id="s")
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Complete(large)
+            await until(lambda: sorted(stack.engine.cancelled) == ["s:0", "s:1", "s:2"])
+            assert (await stack.refusal(call)).reason == "SLOW_READER"
 
     run(scenario())
 

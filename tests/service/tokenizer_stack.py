@@ -240,3 +240,9 @@ def generation_options(
         else:
             setattr(options.stop, name, value)
     return options
+
+
+def small_window_channel(address: str) -> grpc.aio.Channel:
+    """A channel whose window stays at 64 KiB, so that a reader who does not read is soon felt."""
+    options = [("grpc.http2.bdp_probe", 0)]
+    return grpc.aio.insecure_channel(address, options=options)

@@ -62,6 +62,7 @@ class ActiveRequest:
         self._is_accepted = False
         self._choices: list[Choice] = []
         self._num_open = 0
+        self._to_echo: set[int] = set()
 
     @property
     def scoped_id(self) -> str:
@@ -117,6 +118,8 @@ class ActiveRequest:
             submission = self._submission(index, prompts[index // options.num_choices], sampling, stop, trace)
             self._choices.append(Choice(self, rules, submission, resumed[index] if resumed else ()))
         self._num_open = len(self._choices)
+        if isinstance(self.request.input, CompleteInput) and self.request.input.echo:  # a resumed choice had it
+            self._to_echo = {i for i in range(self.num_choices) if not (resumed and resumed[i])}
         PROMPT_TOKENS.inc(sum(len(prompt) for prompt in prompts))
 
     def _submission(
@@ -184,14 +187,16 @@ class ActiveRequest:
     # --- what choices report ---
 
     def on_choice_started(self, choice: Choice) -> None:
-        """Tell Accepted, once, and the prompts' texts if they are to be echoed."""
-        if self._is_accepted or self.done.done():
+        """Tell Accepted, once, and the prompt's text before the choice's own if it is to be echoed."""
+        if self.done.done():
             return
-        self._is_accepted = True
-        assert self._accepted is not None
-        self._sink.put(self._accepted)
-        if isinstance(self.request.input, CompleteInput) and self.request.input.echo:
-            self._echo(self.request.input)
+        if not self._is_accepted:
+            self._is_accepted = True
+            assert self._accepted is not None
+            self._sink.put(self._accepted)
+        if choice.index in self._to_echo:
+            self._to_echo.discard(choice.index)
+            self._sink.put(Delta(choice.index, text=self._prompt_text(choice)))
 
     def on_choice_delta(self, delta: Delta) -> None:
         """Pass it on."""
@@ -214,14 +219,10 @@ class ActiveRequest:
         """One choice's failure is the request's."""
         self.fail(error)
 
-    def _echo(self, complete: CompleteInput) -> None:
-        """Send each prompt's text to those of its choices that are new to their reader."""
-        resumed, per_prompt = self.request.options.resume_token_ids, self.request.options.num_choices
-        for i, prompt in enumerate(complete.prompts):
-            text = prompt if isinstance(prompt, str) else decode_whole(self._assets.tokenizer, prompt, False)
-            for index in range(i * per_prompt, (i + 1) * per_prompt):
-                if not (resumed and resumed[index]):
-                    self._sink.put(Delta(index, text=text))
+    def _prompt_text(self, choice: Choice) -> str:
+        assert isinstance(self.request.input, CompleteInput)
+        prompt = self.request.input.prompts[choice.index // self.request.options.num_choices]
+        return prompt if isinstance(prompt, str) else decode_whole(self._assets.tokenizer, prompt, False)
 
     @property
     def _prompts(self) -> tuple[Sequence[int], ...]:

@@ -2,7 +2,7 @@
 
 The requests' events gather in an outbox while the frame of an engine step is handled, and go out as one message when
 the event loop comes round to the writer: one message per step and session, more only if it would be too large. A
-gateway that does not read keeps nobody waiting; at the outbox's bound its session is closed.
+gateway that does not read keeps nobody waiting; at the outbox's bound its requests are given up and its session ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class GatewaySession:
         self._authenticator = authenticator
         self._converter = converter
         self._model_id = model_id
-        self._outbox = Outbox(max_outbox_bytes)
+        self._outbox = Outbox(max_outbox_bytes, self._give_up)
+        self._reader: asyncio.Task[None] | None = None
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._last_handle = 0
         self._must_tell_draining = False
@@ -61,6 +62,7 @@ class GatewaySession:
             welcome=inference_pb2.SessionWelcome(schema_revision=SCHEMA_REVISION, model=self._model_id)
         )
         reader = asyncio.get_running_loop().create_task(self._read(first, messages), name="gateway-session-reader")
+        self._reader = reader
         try:
             while True:
                 batch = await self._outbox.take()
@@ -69,15 +71,20 @@ class GatewaySession:
                 if self._must_tell_draining:
                     self._must_tell_draining = False
                     yield inference_pb2.SessionResponse(draining=True)
-                if reader.done():
+                if reader.done() and not self._outbox.has_news:
                     reader.result()
-                    if not self._requests and not self._outbox.has_events:
+                    if not self._requests:
                         return
         finally:
-            reader.cancel()
-            for task in self._requests.values():
-                task.cancel()
+            self._give_up()
             await asyncio.gather(reader, *self._requests.values(), return_exceptions=True)
+
+    def _give_up(self) -> None:
+        """Take no more requests and cancel those that run."""
+        if self._reader is not None:
+            self._reader.cancel()
+        for task in self._requests.values():
+            task.cancel()
 
     def tell_draining(self) -> None:
         """Ask the gateway for no new requests."""

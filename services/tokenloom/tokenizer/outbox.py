@@ -1,12 +1,14 @@
 """What waits to be sent to one reader: a direct client's events, or those of a gateway's session.
 
 Requests put events in and never wait. The reader takes all that is there at once; while it is slow, consecutive deltas
-of a choice merge. At the bound everything is dropped and the reader is told to end the call.
+of a choice merge. At the bound everything is dropped and `on_full` gives the requests up at once: the call's own task
+may be stuck in a write, and only learns of it (from `take`) when its reader reads on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tokenloom.common.errors import ResourceExhausted
 from tokenloom.tokenizer.events import Accepted, Delta, Event, PositionLogprobs
@@ -22,10 +24,12 @@ class Outbox:
 
     Args:
         max_bytes: bound on what waits, roughly as it will be on the wire.
+        on_full: called once, when the bound is reached.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_full: Callable[[], None] = lambda: None) -> None:
         self._max_bytes = max_bytes
+        self._on_full = on_full
         self._pending: Batch = []
         self._deltas: dict[tuple[int, int], Delta] = {}
         self._num_bytes = 0
@@ -40,9 +44,8 @@ class Outbox:
         if self._num_bytes > self._max_bytes:
             self._is_full = True
             self._clear()
-        elif not isinstance(event, Delta):
-            self._pending.append((handle, event))
-        elif event.prompt_logprobs:  # large, and to stay before the first token
+            self._on_full()
+        elif not isinstance(event, Delta) or event.prompt_logprobs:  # these are large, and stay before the first token
             self._pending.append((handle, event))
         elif (waiting := self._deltas.get((handle, event.choice_index))) is not None:
             waiting.append(event)
@@ -61,9 +64,9 @@ class Outbox:
         self._filled.set()
 
     @property
-    def has_events(self) -> bool:
-        """Something waits."""
-        return bool(self._pending)
+    def has_news(self) -> bool:
+        """`take` would not wait: events are there, or the bound was reached."""
+        return bool(self._pending) or self._is_full
 
     async def take(self) -> Batch:
         """Wait for events and take all; empty if woken for another reason.

@@ -21,7 +21,7 @@ from tokenloom.tokenizer.generation import GenerationService
 from tokenloom.tokenizer.outbox import Outbox, RequestSink
 from tokenloom.tokenizer.validation import check_token_ids
 
-_DIRECT_OUTBOX_BYTES = 4 << 20
+_DIRECT_OUTBOX_BYTES = 16 << 20
 _DIRECT_HANDLE = 1
 _SHORT_DECODE_TOKENS = 1024
 
@@ -134,13 +134,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _events(self, request: GenerationRequest) -> AsyncIterator[inference_pb2.GenerationEvent]:
         """The events of one direct call; leaving it early cancels the request."""
-        outbox = Outbox(_DIRECT_OUTBOX_BYTES)
+        outbox = Outbox(_DIRECT_OUTBOX_BYTES, on_full=lambda: _cancel(task))
         task = asyncio.get_running_loop().create_task(
             self._generation.run(request, RequestSink(outbox, _DIRECT_HANDLE))
         )
         task.add_done_callback(lambda _: outbox.wake())
         try:
-            while not task.done() or outbox.has_events:
+            while not task.done() or outbox.has_news:
                 for _, event in await outbox.take():
                     yield self._converter.event(event)
             await task
@@ -149,6 +149,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()  # seen, if the call ended for another reason
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def _metadata(context: Any) -> Mapping[str, str]:

@@ -49,13 +49,15 @@ def test_what_was_taken_is_not_changed_by_later_deltas() -> None:
 
 
 def test_at_the_bound_the_reader_is_told_and_nothing_is_kept() -> None:
-    outbox = Outbox(1000)
+    told: list[str] = []
+    outbox = Outbox(1000, lambda: told.append("full"))
     for i in range(100):
         outbox.put(1, Delta(0, "x" * 20, i, 1))
+    assert told == ["full"]
+    assert outbox.has_news
     with pytest.raises(ResourceExhausted) as caught:
         taken(outbox)
     assert caught.value.reason == "SLOW_READER"
-    assert not outbox.has_events
 
 
 def test_taking_makes_room() -> None:

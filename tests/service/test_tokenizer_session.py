@@ -1,0 +1,322 @@
+"""The tokenizer stage's sessions: what a gateway sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.service.tokenizer_stack import (
+    TokenizerStack,
+    chat_request,
+    complete_request,
+    run,
+    small_window_channel,
+    tokenizer_on,
+    until,
+)
+from tokenloom.api.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tokenloom.common.auth import digest_of
+from tokenloom.common.channel import bearer_metadata
+from tokenloom.common.errors import TokenloomError, from_rpc_error
+
+
+class Gateway:
+    """A session driven by hand; collects what it is told by handle."""
+
+    def __init__(self, stack: TokenizerStack, token: str = "", channel: Any = None) -> None:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel or stack.channel)
+        self.call: Any = stub.Session(metadata=bearer_metadata(token))
+        self.frames: list[inference_pb2.SessionResponse] = []
+        self.texts: dict[tuple[int, int], str] = {}
+        self.extras: dict[int, list[inference_pb2.Delta]] = {}
+        self.accepted: dict[int, inference_pb2.Accepted] = {}
+        self.finished: list[tuple[int, int]] = []
+        self.completed: dict[int, inference_pb2.Usage] = {}
+        self.failed: dict[int, common_pb2.Error] = {}
+        self.is_draining = False
+        self.reader: asyncio.Task[None] | None = None
+
+    async def open(self, revision: int = 1) -> inference_pb2.SessionWelcome:
+        hello = inference_pb2.SessionHello(schema_revision=revision, client_id="test")
+        await self.call.write(inference_pb2.SessionRequest(hello=hello))
+        welcome: inference_pb2.SessionResponse = await self.call.read()
+        return welcome.welcome
+
+    def read(self) -> None:
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while isinstance(frame := await self.call.read(), inference_pb2.SessionResponse):
+            self._take(frame)
+
+    def _take(self, frame: inference_pb2.SessionResponse) -> None:
+        self.frames.append(frame)
+        for accepted in frame.accepted:
+            assert accepted.handle not in self.accepted
+            self.accepted[accepted.handle] = accepted.accepted
+        rows = frame.outputs
+        columns = (rows.handles, rows.choice_indexes, rows.first_token_indexes, rows.num_tokens, rows.texts)
+        for handle, choice, _, _, text in zip(*columns, strict=True):
+            assert handle in self.accepted
+            self.texts[handle, choice] = self.texts.get((handle, choice), "") + text
+        for extra in rows.extras:
+            assert extra.delta.text == ""
+            self.extras.setdefault(extra.handle, []).append(extra.delta)
+        self.finished += [(item.handle, item.finished.choice_index) for item in frame.choices_finished]
+        self.completed |= {item.handle: item.usage for item in frame.completed}
+        self.failed |= {item.handle: item.error for item in frame.failed}
+        self.is_draining |= frame.draining
+
+    async def start(
+        self, *requests: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, first: int = 1, **parts: Any
+    ) -> None:
+        message = inference_pb2.SessionRequest()
+        for handle, request in enumerate(requests, first):
+            kind = "chat" if isinstance(request, inference_pb2.ChatRequest) else "complete"
+            message.starts.add(handle=handle, **{kind: request}, **parts)
+        await self.call.write(message)
+
+    async def cancel(self, *handles: int) -> None:
+        await self.call.write(inference_pb2.SessionRequest(cancelled_handles=handles))
+
+
+def test_what_a_step_brought_is_one_frame_of_columns(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            assert (await gateway.open()).model == "tiny"
+            gateway.read()
+            stack.engine.may_step.clear()
+            prompts = [[5] * length for length in range(1, 17)]
+            await gateway.start(*[complete_request(prompt) for prompt in prompts])
+            await until(lambda: stack.engine.num_living == 16)
+            stack.engine.may_step.set()
+            await until(lambda: len(gateway.completed) == 16)
+
+            expected = {(i, 0): stack.decode(stack.told(prompt, 20)) for i, prompt in enumerate(prompts, 1)}
+            assert gateway.texts == expected
+            # 20 steps of the engine: at most as many frames here, and never two rows of one choice in a frame.
+            assert len(gateway.frames) <= len(stack.engine.frames) == 20
+            for frame in gateway.frames:
+                assert max(Counter(frame.outputs.handles).values()) == 1
+            assert max(len(frame.outputs.handles) for frame in gateway.frames) == 16
+
+    run(scenario())
+
+
+def test_requests_of_one_turn_reach_the_engine_in_one_message(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await gateway.start(*[complete_request([5, i], num_choices=4) for i in range(6, 16)])
+            await until(lambda: len(gateway.completed) == 10)
+            assert len(stack.engine.submits) == 40
+            assert stack.engine.num_messages <= 3
+
+    run(scenario())
+
+
+def test_ids_and_logprobs_come_beside_the_columns(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await gateway.start(
+                complete_request([5] * 4),
+                complete_request([6] * 5, return_token_ids=True, sampling={"num_logprobs": 1}),
+            )
+            await until(lambda: len(gateway.completed) == 2)
+            told = stack.told([6] * 5, 20)
+            assert 1 not in gateway.extras
+            assert [i for delta in gateway.extras[2] for i in delta.token_ids] == told
+            assert [p.token.token_id for delta in gateway.extras[2] for p in delta.logprobs] == told
+            assert gateway.texts[2, 0] == stack.decode(told)
+            assert gateway.accepted[2].prompts[0].ids == [6] * 5
+
+    run(scenario())
+
+
+def test_each_request_has_exactly_one_end_and_a_bad_one_harms_no_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            empty = inference_pb2.SessionRequest(starts=[inference_pb2.SessionStart(handle=5)])
+            await gateway.start(
+                chat_request(), complete_request([999]), complete_request("a", ""), chat_request(num_choices=3)
+            )
+            await gateway.call.write(empty)
+            await until(lambda: len(gateway.completed) + len(gateway.failed) == 5)
+            assert set(gateway.completed) == {1, 4}
+            assert {handle: error.field for handle, error in gateway.failed.items()} == {
+                2: "prompt",
+                3: "prompt[1]",
+                5: "",
+            }
+            assert all(error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0] for error in gateway.failed.values())
+            assert set(gateway.accepted) == {1, 4}
+            assert sorted(gateway.finished) == [(1, 0), (4, 0), (4, 1), (4, 2)]
+
+    run(scenario())
+
+
+def test_a_cancelled_handle_reaches_the_engine_and_says_nothing_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            stack.engine.may_step.clear()
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await gateway.start(complete_request([5] * 4, request_id="gone"), complete_request([6] * 4))
+            await until(lambda: stack.engine.num_living == 2)
+            await gateway.cancel(1, 77)
+            await until(lambda: stack.engine.cancelled == ["gone:0"])
+            stack.engine.may_step.set()
+            await until(lambda: gateway.completed)
+            assert set(gateway.completed) == {2}
+            assert 1 not in gateway.accepted
+            assert not gateway.failed
+
+    run(scenario())
+
+
+def test_the_callers_key_is_checked_for_each_request(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, api_key=("one", "two"), cluster_token="cluster") as stack:
+            for token in ("", "one"):
+                refused = await stack.refusal(Gateway(stack, token).call)
+                assert refused.code == grpc.StatusCode.UNAUTHENTICATED
+            gateway = Gateway(stack, "cluster")
+            await gateway.open()
+            gateway.read()
+            await gateway.start(chat_request(), key_digest=digest_of("two"))
+            await gateway.start(chat_request(), first=2)
+            await gateway.start(chat_request(), first=3, key_digest=digest_of("cluster"))
+            await until(lambda: len(gateway.completed) + len(gateway.failed) == 3)
+            assert set(gateway.completed) == {1}
+            assert {error.code for error in gateway.failed.values()} == {grpc.StatusCode.UNAUTHENTICATED.value[0]}
+            (submit,) = stack.engine.submits
+            assert submit.tenant
+
+    run(scenario())
+
+
+def test_the_trace_of_a_frame_goes_on_to_the_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+            await gateway.start(chat_request(), trace=common_pb2.TraceContext(traceparent=traceparent))
+            await until(lambda: gateway.completed)
+            assert stack.engine.submits[0].trace.traceparent.split("-")[1] == traceparent.split("-")[1]
+
+    run(scenario())
+
+
+def test_a_gateway_that_goes_away_cancels_its_requests(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            stack.engine.may_step.clear()
+            gateway = Gateway(stack)
+            await gateway.open()
+            await gateway.start(complete_request([5] * 4), complete_request([6] * 4))
+            await until(lambda: stack.engine.num_living == 2)
+            gateway.call.cancel()
+            await until(lambda: stack.engine.num_living == 0)
+            assert stack.stage._generation.num_active == 0
+
+    run(scenario())
+
+
+def test_a_session_ends_well_after_its_gateway_has_said_all(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await gateway.start(complete_request([5] * 4))
+            await gateway.call.done_writing()
+            assert gateway.reader is not None
+            await gateway.reader
+            assert set(gateway.completed) == {1}
+            assert await gateway.call.code() == grpc.StatusCode.OK
+
+    run(scenario())
+
+
+async def end_of(reading: Awaitable[None]) -> TokenloomError:
+    """The error with which a stream ends."""
+    try:
+        await reading
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the stream ended well")
+
+
+def test_a_gateway_that_does_not_read_loses_its_session_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            tokenizer_on(tmp_path, session_outbox_bytes=100_000) as stack,
+            small_window_channel(stack.config.listen) as channel,
+        ):
+            stack.engine.may_step.clear()
+            slow, quick = Gateway(stack, channel=channel), Gateway(stack)
+            await slow.open()
+            await quick.open()
+            quick.read()
+            large = complete_request(
+                [5], num_choices=3, max_tokens=250, sampling={"num_logprobs": 20}, request_id="slow"
+            )
+            await slow.start(large)
+            await quick.start(complete_request([5] * 4, max_tokens=200))
+            await until(lambda: stack.engine.num_living == 4)
+            stack.engine.may_step.set()
+            # Given up long before their end, while the gateway still does not read.
+            await until(lambda: sorted(stack.engine.cancelled) == ["slow:0", "slow:1", "slow:2"])
+            await until(lambda: quick.completed)
+            assert quick.texts[1, 0] == stack.decode(stack.told([5] * 4, 200))
+            error = await end_of(slow._read())
+            assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.reason == "SLOW_READER"
+
+    run(scenario())
+
+
+def test_gateways_are_told_that_the_stage_drains(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await stack.stage.drain(1.0)
+            await until(lambda: gateway.is_draining)
+            await gateway.start(chat_request())
+            await until(lambda: gateway.failed)
+            assert gateway.failed[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("revision", [3, 77])
+def test_a_gateway_of_another_schema_is_refused(tmp_path: Path, revision: int) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            hello = inference_pb2.SessionHello(schema_revision=revision)
+            call = stack.stub.Session(iter([inference_pb2.SessionRequest(hello=hello)]))
+            assert (await stack.refusal(call)).code == grpc.StatusCode.FAILED_PRECONDITION
+            call = stack.stub.Session(iter([inference_pb2.SessionRequest()]))
+            assert (await stack.refusal(call)).code == grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario())
