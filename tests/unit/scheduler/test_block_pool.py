@@ -108,6 +108,7 @@ def test_flush_forgets_cached_blocks_and_leaves_held_ones_their_names() -> None:
     assert pool.flush() == 2
     assert [pool.find(bytes([block_id])) for block_id in block_ids] == [None, None, 3]
     assert (pool.num_free_blocks, pool.num_cached_blocks) == (2, 0)
+    assert taken(pool, 2) == [2, 1], "the least recently used first, as before"
 
 
 def test_releasing_more_often_than_acquired_is_found_out() -> None:

@@ -30,6 +30,15 @@ def test_no_block_of_the_lost_executor_is_found() -> None:
     assert plan.rows[0].request is runs
     assert plan.rows[0].is_new
     assert plan.rows[0].num_computed_tokens == 0
+
+
+def test_new_executor_is_not_told_to_forget_rows_of_the_lost_one() -> None:
+    engine, _, waits = busy_engine()
+    engine.finish("runs", FinishReason.ABORTED)
+    engine.lose_executor(16)
+    plan = engine.plan()
+    assert plan is not None
+    assert plan.rows[0].request is waits
     assert plan.finished_row_ids == []
 
 
