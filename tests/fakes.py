@@ -91,6 +91,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._ids: dict[int, list[int]] = {}
         self._names: dict[int, str] = {}
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._ids)
+
     async def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
         return self.capabilities
 

@@ -280,6 +280,22 @@ def test_a_row_error_fails_its_request_alone(tmp_path: Path) -> None:
     run(test())
 
 
+def test_an_idle_executor_is_told_which_rows_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor()
+        async with scheduler_on(tmp_path, executor) as stage:
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            await tokenizer.send(submits=[submit(1, [5], 3), submit(2, [6], 3)])
+            await tokenizer.read_until_ended(1, 2)
+            assert stage.engine.core is not None
+            while executor.num_rows or stage.engine.core.plans_in_flight:
+                await asyncio.sleep(0.01)
+            await tokenizer.close()
+
+    run(test())
+
+
 def test_requests_survive_the_loss_of_the_executor(tmp_path: Path) -> None:
     async def test() -> None:
         executor = FakeExecutor(step_s=0.005)

@@ -149,7 +149,7 @@ def test_other_families_equal_transformers(family: Family, tmp_path: Path) -> No
     folder = write_tiny_model(tmp_path / f"tiny-{family}", family)
     prompts = tokenize(folder, PROMPTS)
     flags = (f"--model={folder}", "--dtype=float32", "--max-num-batched-tokens=48")
-    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="64") as stack:
+    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="40") as stack:
         ours = asyncio.run(greedy(stack, prompts))
         assert stack.metrics()["tokenloom_num_preemptions_total"] > 0
     assert_equal(references(load(folder, torch.float32), prompts), ours)

@@ -272,6 +272,8 @@ class Engine:
         depth = min(self._settings.plans_in_flight, self.capabilities.max_plans_in_flight)
         while len(core.plans_in_flight) < depth and (plan := core.schedule()) is not None:
             self._send(plan, now)
+        if (plan := core.release_rows()) is not None:
+            self._executor.send(plan)
         self._arm_timer(core.next_deadline_s)
 
     def _send(self, plan: SchedulerOutput, now: float) -> None:

@@ -156,6 +156,15 @@ class Scheduler:
             self._admit_waiting(plan)
         if not plan.rows:
             return None
+        return self._put_in_flight(plan)
+
+    def release_rows(self) -> SchedulerOutput | None:
+        """A plan without rows that tells an idle executor which rows ended; None if it knows or is not idle."""
+        if self.plans_in_flight or not self._released_row_ids:
+            return None
+        return self._put_in_flight(SchedulerOutput(self._next_step_id))
+
+    def _put_in_flight(self, plan: SchedulerOutput) -> SchedulerOutput:
         plan.finished_row_ids, self._released_row_ids = self._released_row_ids, []
         plan.preempted, self._preempted = self._preempted, []
         self._next_step_id += 1
