@@ -38,6 +38,8 @@ def build_executor(config: ExecutorConfig) -> Loaded:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     log.info("loading %s as %s on %s", source.model_id, _name(dtype), device)
+    if dtype is not choose_dtype("auto", device):
+        log.warning("%s is not the dtype that this machine is fastest in; --dtype auto would take it", _name(dtype))
     causal_lm = load_causal_lm(source, LoadOptions(device, dtype))
     max_model_len = model_len(causal_lm, config.max_model_len)
     eos_ids, sampling = eos_token_ids(causal_lm), default_sampling(causal_lm)

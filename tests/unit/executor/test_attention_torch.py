@@ -31,13 +31,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, first_query: int, layer: LayerAtt
         last = first_query + i
         first = 0 if layer.sliding_window is None else max(0, last - layer.sliding_window + 1)
         for head in range(q.shape[1]):
-            scores = [float(q[i, head] @ k[j, head // group]) * layer.scale for j in range(first, last + 1)]
+            keys, values = k[first : last + 1, head // group], v[first : last + 1, head // group]
+            scores = (keys @ q[i, head]).double() * layer.scale
             if layer.softcap is not None:
-                scores = [math.tanh(s / layer.softcap) * layer.softcap for s in scores]
-            sink = [] if layer.sinks is None else [float(layer.sinks[head])]
-            weights = torch.softmax(torch.tensor(scores + sink, dtype=torch.float64), dim=0)
-            for j, weight in zip(range(first, last + 1), weights, strict=False):
-                out[i, head] += float(weight) * v[j, head // group]
+                scores = torch.tanh(scores / layer.softcap) * layer.softcap
+            if layer.sinks is not None:
+                scores = torch.cat([scores, layer.sinks[head : head + 1].double()])
+            weights = torch.softmax(scores, dim=0)[: len(values)]
+            out[i, head] = weights.float() @ values
     return out
 
 

@@ -9,7 +9,7 @@ from scipy import stats
 from tokenloom.executor.noise import exponential_noise, noise_keys
 
 CPU = torch.device("cpu")
-TOKENS = torch.arange(50_000, dtype=torch.int32)
+TOKENS = torch.arange(50_257, dtype=torch.int32)  # GPT-2's vocabulary: no multiple of any vector's width
 
 
 def test_noise_is_the_same_alone_and_in_any_batch() -> None:
