@@ -16,9 +16,10 @@ from tests.system.stack import Stack, running_stack
 from tests.tiny_models import Family, write_tiny_model
 from tokenloom.common.model_files import resolve_model
 from tokenloom.executor.model_loader import weights_folder
+from tokenloom.tokenizer.assets import load_assets
 
 NEAR_TIE = 1e-3
-NUM_OUTPUT = 24
+NUM_OUTPUT = 16
 SHARED = "You are a patient teacher of geography who answers every question of a curious pupil in one short sentence. "
 SUBJECTS = [
     "rivers",
@@ -80,10 +81,9 @@ def references(model: Any, prompts: list[list[int]]) -> list[Reference]:
     return found
 
 
-def tokenize(folder: Path, texts: list[str]) -> list[list[int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+def tokenize(model: str, texts: list[str]) -> list[list[int]]:
+    """Token ids as the tokenizer stage makes them."""
+    tokenizer = load_assets(resolve_model(model)).tokenizer
     return [tokenizer.encode(text).ids for text in texts]
 
 
@@ -121,20 +121,10 @@ def embedded_weights() -> Path:
     return weights_folder(resolve_model("embedded"))
 
 
-def encoded_by(stack: Stack, texts: list[str]) -> list[list[int]]:
-    """The texts' token ids as the stack sees them."""
-    found = []
-    for text in texts:
-        body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
-        response = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()
-        found.append(response["choices"][0]["prompt_token_ids"])
-    return found
-
-
 def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preemption(embedded_weights: Path) -> None:
+    prompts = tokenize("embedded", PROMPTS)
     flags = ("--dtype=float32", "--max-num-batched-tokens=48")
     with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="48") as stack:
-        prompts = encoded_by(stack, PROMPTS)
         before = stack.metrics()
         ours = asyncio.run(greedy(stack, prompts))
         after = stack.metrics()
@@ -147,7 +137,7 @@ def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preempt
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_other_families_equal_transformers(family: Family, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / f"tiny-{family}", family)
-    prompts = tokenize(folder, PROMPTS)
+    prompts = tokenize(str(folder), PROMPTS)
     flags = (f"--model={folder}", "--dtype=float32", "--max-num-batched-tokens=48")
     with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="40") as stack:
         ours = asyncio.run(greedy(stack, prompts))
@@ -156,9 +146,8 @@ def test_other_families_equal_transformers(family: Family, tmp_path: Path) -> No
 
 
 def test_bf16_agrees_with_transformers_when_teacher_forced(embedded_weights: Path) -> None:
-    text = " ".join(PROMPTS[:1] + PROMPTS[10:15])
+    (prompt,) = tokenize("embedded", [" ".join(PROMPTS[:1] + PROMPTS[10:15])])
     with running_stack("--dtype=bfloat16") as stack:
-        (prompt,) = encoded_by(stack, [text])
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
         response = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=280).json()
     positions = response["choices"][0]["prompt_logprobs"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.system.stack import STAGES, Stack, free_port, is_alive, running_stack
+from tests.system.stack import STAGES, Stack, free_port, is_alive
 from tests.tiny_models import write_tiny_model
 
 
@@ -30,32 +30,40 @@ def wait_for(condition: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.05)
 
 
-def complete(stack: Stack, api_key: str = "none") -> str:
+def complete(stack: Stack, api_key: str) -> str:
     client = stack.client(api_key)
     return client.completions.create(model="tiny-llama", prompt="The fox", max_tokens=8, temperature=0).choices[0].text
 
 
-def test_a_killed_stage_is_started_again_and_the_stack_answers_as_before(tiny_model: Path) -> None:
-    with running_stack(f"--model={tiny_model}") as stack:
-        expected = complete(stack)
-        for stage in STAGES:
-            before = stack.stage_pids()
-            assert set(before) == set(STAGES)
-            killed = before[stage]
-            os.kill(killed, signal.SIGKILL)
-            wait_for(lambda pid=killed: not is_alive(pid), 5)  # type: ignore[misc]
-            wait_for(lambda: set(stack.stage_pids()) == set(STAGES) and stack.is_ready(), 40)
-            assert complete(stack) == expected
-            after = stack.stage_pids()
-            assert {name for name in STAGES if after[name] != before[name]} == {stage}
-        assert f"{STAGES[0]} was ended by SIGKILL" in stack.output
-
-
-def test_ctrl_c_stops_all_stages_and_exits_with_0(tiny_model: Path) -> None:
-    stack = Stack(f"--model={tiny_model}").wait_until_ready()
+def test_killed_stages_are_started_again_and_ctrl_c_stops_all(tiny_model: Path) -> None:
+    stack = Stack(f"--model={tiny_model}", "--api-key=one", "--api-key=two").wait_until_ready()
+    check_that_start_up_shows_progress(stack)
+    expected = complete(stack, "one")
+    assert complete(stack, "two") == expected
+    for key in ("three", "on", "none"):
+        with pytest.raises(openai.AuthenticationError):
+            complete(stack, key)
+    for stage in STAGES:
+        before = stack.stage_pids()
+        assert set(before) == set(STAGES)
+        killed = before[stage]
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda pid=killed: not is_alive(pid), 5)  # type: ignore[misc]
+        wait_for(lambda: set(stack.stage_pids()) == set(STAGES) and stack.is_ready(), 60)
+        assert complete(stack, "one") == expected
+        after = stack.stage_pids()
+        assert {name for name in STAGES if after[name] != before[name]} == {stage}
+        assert f"{stage} was ended by SIGKILL" in stack.output
     pids = stack.stage_pids()
     assert stack.stop() == 0
     assert not any(is_alive(pid) for pid in pids.values())
+
+
+def check_that_start_up_shows_progress(stack: Stack) -> None:
+    assert all(f"{stage:<9} ready" in stack.output for stage in STAGES)
+    assert sum("http://" in line for line in stack.lines) == 1
+    lines = [line for line in stack.lines if not line.startswith("tokenloom: ")]
+    assert not lines, f"start-up shows nothing but progress: {lines}"
 
 
 def test_no_orphan_is_left_when_the_launcher_is_killed(tiny_model: Path) -> None:
@@ -66,18 +74,6 @@ def test_no_orphan_is_left_when_the_launcher_is_killed(tiny_model: Path) -> None
     stack.process.wait()
     wait_for(lambda: not any(is_alive(pid) for pid in pids.values()), 15)
     stack.stop()
-
-
-def test_keys_guard_http_and_start_up_tells_progress(tiny_model: Path) -> None:
-    with running_stack(f"--model={tiny_model}", "--api-key=one", "--api-key=two") as stack:
-        assert complete(stack, "one") == complete(stack, "two")
-        for key in ("three", "on", ""):
-            with pytest.raises(openai.AuthenticationError):
-                complete(stack, key or "none")
-        assert all(f"{stage:<9} ready" in stack.output for stage in STAGES)
-        assert sum("http://" in line for line in stack.lines) == 1
-        lines = [line for line in stack.lines if not line.startswith("tokenloom: ")]
-        assert not lines, f"start-up shows nothing but progress: {lines}"
 
 
 def run_program(*argv: str) -> subprocess.CompletedProcess[str]:
