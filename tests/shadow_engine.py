@@ -108,6 +108,11 @@ class ShadowExecutor:
         self._rows: dict[int, _Row] = {}
         self._prefix_ids: dict[tuple[int | str, int], int] = {}
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that the executor remembers."""
+        return len(self._rows)
+
     def submit(self, plan: SchedulerOutput, known_row_ids: set[int]) -> None:
         """Take a plan; it runs later. Copies it, as sending would.
 
@@ -243,8 +248,18 @@ class ShadowEngine:
             return None
         plan = self.core.schedule()
         if plan is not None:
-            self.executor.submit(plan, {row_id for request in self.core.running if (row_id := request.row_id)})
+            self._send(plan)
         return plan
+
+    def release_rows(self) -> SchedulerOutput | None:
+        """Tell an idle executor which rows ended, if it does not know."""
+        plan = self.core.release_rows()
+        if plan is not None:
+            self._send(plan)
+        return plan
+
+    def _send(self, plan: SchedulerOutput) -> None:
+        self.executor.submit(plan, {row_id for request in self.core.running if (row_id := request.row_id)})
 
     def execute(self) -> None:
         """Run the oldest plan that was not run; its result waits."""

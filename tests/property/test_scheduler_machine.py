@@ -152,6 +152,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_plan(self.engine.plan())
 
     @rule()
+    def release_rows(self) -> None:
+        is_idle = not self.core.plans_in_flight
+        plan = self.engine.release_rows()
+        assert plan is None or (is_idle and plan.finished_row_ids and not plan.rows)
+
+    @rule()
     def execute(self) -> None:
         self.engine.execute()
 
@@ -211,6 +217,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.run_until_idle()
+        self.engine.release_rows()
+        self.engine.apply()
+        assert self.engine.executor.num_rows == 0
         assert not self.core.running
         assert not self.core.waiting
         assert self.core.kv.pool.num_held_blocks == 0

@@ -224,3 +224,18 @@ def test_row_without_a_sampled_token_ends_with_an_error() -> None:
     (told,) = engine.core.update(result)
     assert told.finish_reason is FinishReason.ERROR
     assert "sampled no token" in told.error
+
+
+def test_idle_executor_is_told_once_which_rows_ended() -> None:
+    engine = ShadowEngine(SchedulerConfig(), num_blocks=16, depth=2)
+    engine.add(Request("a", [1, 2, 3], 2))
+    first = planned(engine)
+    assert engine.release_rows() is None, "plans in flight: the next one tells"
+    while engine.core.num_requests:
+        engine.step()
+    plan = engine.release_rows()
+    assert plan is not None
+    assert (plan.rows, plan.finished_row_ids) == ([], [first.rows[0].row_id])
+    engine.apply()
+    assert engine.executor.num_rows == 0
+    assert engine.release_rows() is None
