@@ -93,7 +93,11 @@ def _convert_gguf(source: ModelSource, folder: Path) -> None:
         # The GGUF reader draws a progress bar that no setting turns off; log handlers keep their own stream.
         with contextlib.redirect_stderr(io.StringIO()):
             causal_lm = _auto_model().from_pretrained(
-                str(source.folder), gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
+                str(source.folder),
+                gguf_file=source.gguf_file,
+                dtype=torch.float32,
+                local_files_only=True,
+                **_unpacked(),
             )
     except Exception as error:  # the readers of GGUF raise whatever a broken file trips over
         raise SetupError(f"{path} cannot be read as a model ({_first_line(error)}); download it again") from error
@@ -123,6 +127,14 @@ def _auto_model() -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM
+
+
+def _unpacked() -> dict[str, Any]:
+    """Options that make transformers dequantise a GGUF file; newer releases would keep some families packed."""
+    import transformers
+
+    gguf_config: Any = getattr(transformers, "GgufConfig", None)
+    return {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
 
 
 def _cpu_has_bf16() -> bool:

@@ -124,6 +124,7 @@ class PlanStream:
         except Exception:
             log.exception("plan %d failed", plan.step_id)
             return Internal("the step failed; the executor's log has the details", reason="STEP_FAILED")
+        metrics.ROWS.set(self._parts.runner.num_rows)
         result.timings.queued_us = int((started_s - arrived_s) * 1e6)
         metrics.STEP_SECONDS.observe(time.perf_counter() - started_s)
         metrics.TOKENS.inc(sum(row.num_scheduled_tokens for row in plan.rows))

@@ -5,6 +5,7 @@ Synchronous and without locks: whoever owns a runner calls it from one thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from tokenloom.executor.row_checks import Limits
 from tokenloom.executor.rows import RowTable, ScheduledRow
 from tokenloom.executor.sampler import Sampler, SamplerRow, token_logprobs
 
+log = logging.getLogger(__name__)
 LOGITS_SLICE = 256
 """Most rows of logits that exist at once while prompt logprobs are made."""
 
@@ -45,6 +47,11 @@ class Runner:
         self._parts = parts
         self._rows = RowTable(parts.limits, parts.model.device)
         self._cache: KVCache | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are known."""
+        return len(self._rows)
 
     def initialize(self, num_blocks: int) -> None:
         """Lay out the KV memory (2 to max_num_blocks blocks, the null block included) and forget all rows.
@@ -91,8 +98,7 @@ class Runner:
                 for s in good:
                     s.row.failure = Internal("an earlier step of this row failed", reason="STEP_FAILED")
                 raise
-        failures = [RowFailure(s.row.row_id, s.row.failure) for s in scheduled if s.row.failure is not None]
-        return Result(plan.step_id, sampled, prompt_logprobs, failures, timings)
+        return Result(plan.step_id, sampled, prompt_logprobs, _failures(scheduled), timings)
 
     def _last_logits(self, batch: Batch, sampling: list[int], hidden: Tensor) -> Tensor:
         """Logits after the last token of the rows that sample: `[num_rows, vocab_size]`."""
@@ -138,6 +144,16 @@ class Runner:
             else:
                 found.append(PromptLogprobs(row.row_id, s.first + 1, entries))
         return found
+
+
+def _failures(scheduled: list[ScheduledRow]) -> list[RowFailure]:
+    """The rows of a plan that have failed, in this plan or before."""
+    failures = []
+    for s in scheduled:
+        if (error := s.row.failure) is not None:
+            log.warning("row %d failed: %s", s.row.row_id, error, extra={"request_id": s.row.request_id})
+            failures.append(RowFailure(s.row.row_id, error))
+    return failures
 
 
 class _Stopwatch:
