@@ -24,6 +24,14 @@ from tokenloom.tokenizer.gguf_tokenizer import convert_gguf_tokenizer
 
 log = logging.getLogger(__name__)
 DEFAULT_TEMPLATE = "default"
+_CONVERTIBLE_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,8 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _convert(source: ModelSource, folder: Path) -> None:
     """Write tokenizer.json and its companions into `folder`, by transformers."""
+    if source.gguf_file is None and not any((source.folder / name).is_file() for name in _CONVERTIBLE_FILES):
+        raise SetupError(f"{source.folder} holds no tokenizer (tokenizer.json or tokenizer.model); copy it there")
     log.info("converting the tokenizer of %s; once, some seconds", source.model_id)
     with _quiet_transformers():
         try:

@@ -24,7 +24,6 @@ from tokenloom.tokenizer.events import (
     FinishReason,
     PositionLogprobs,
 )
-from tokenloom.tokenizer.metrics import GENERATION_TOKENS
 from tokenloom.tokenizer.stop_strings import StopMatcher, StopStrings
 
 _MAX_PROMPT_LOGPROBS_PER_DELTA = 256
@@ -143,7 +142,6 @@ class Choice:
         if num_known < 0:
             raise Internal(f"tokens {len(self._token_ids)} to {first_token_index - 1} of the choice were lost")
         self._owner.on_choice_started(self)
-        GENERATION_TOKENS.inc(max(0, len(token_ids) - num_known))
         for i in range(num_known, len(token_ids)):
             self._push(token_ids[i])
             self._account(token_ids[i], logprobs[i] if logprobs else None)

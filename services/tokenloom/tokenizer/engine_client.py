@@ -38,7 +38,7 @@ from tokenloom.common.errors import (
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.domain import EngineInfo, Submission
 from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
-from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, RESUBMISSIONS
+from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, GENERATION_TOKENS, RESUBMISSIONS
 
 log = logging.getLogger(__name__)
 _WELCOME_TIMEOUT_S = 10.0
@@ -185,6 +185,7 @@ class EngineClient:
         self._is_up = False
         self._is_draining = False
         self._is_lost = False
+        self._down_reason = ""
         self._runner: asyncio.Task[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
 
@@ -333,8 +334,9 @@ class EngineClient:
         self._on_state(True)
 
     def _on_down(self, why: str) -> None:
-        level = logging.WARNING if self._is_up or self._info is None else logging.DEBUG
-        log.log(level, "no engine session: %s", why)
+        if self._is_up or why != self._down_reason:  # each reason once, however often it is tried again
+            log.log(logging.WARNING if self._info else logging.INFO, "no engine session: %s", why)
+        self._down_reason = why
         self._is_up = False
         ENGINE_CONNECTED.set(0)
         self._on_state(False)
@@ -369,6 +371,7 @@ class EngineClient:
         for run in frame.prompt_logprobs:
             self._tell(run.handle, "on_prompt_logprobs", run.first_position, convert.prompt_positions(run))
         if frame.HasField("outputs"):
+            GENERATION_TOKENS.inc(len(frame.outputs.token_ids))
             for row in convert.token_rows(frame.outputs):
                 self._tell(row.handle, "on_tokens", row.first_token_index, row.token_ids, row.logprobs)
         for finished in frame.finished:

@@ -102,6 +102,8 @@ class RequestSink:
 def size_of(event: Event) -> int:
     """Roughly the bytes of an event on the wire."""
     if isinstance(event, Delta):
+        if not event.has_extras:
+            return _EVENT_BYTES + len(event.text)
         num_logprobs = _num_entries(event.logprobs) + _num_entries(event.prompt_logprobs)
         return _EVENT_BYTES + len(event.text) + _BYTES_PER_ID * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
     if isinstance(event, Accepted):

@@ -87,7 +87,18 @@ def test_a_broken_file_is_named(folder: Path, name: str) -> None:
 def test_a_folder_without_a_tokenizer_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENLOOM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(SetupError, match="no usable tokenizer"):
+    with pytest.raises(SetupError, match="holds no tokenizer"):
+        load_assets(ModelSource("m", tmp_path))
+
+
+def test_what_transformers_cannot_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: ModelSource, folder: Path) -> None:
+        raise ValueError("first line\nsecond line")
+
+    monkeypatch.setenv("TOKENLOOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(assets_module, "_convert_by_transformers", fail)
+    (tmp_path / "tokenizer.model").write_text("no SentencePiece")
+    with pytest.raises(SetupError, match=r"no usable tokenizer: first line$"):
         load_assets(ModelSource("m", tmp_path))
 
 

@@ -346,7 +346,7 @@ class CompleteRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     echo: _builtins.bool
-    """Send the prompt's text before the generated text."""
+    """Send the prompt's text before the generated text, in a delta of 0 tokens; not to choices that are resumed."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """1 to 1,024 prompts. Choices are numbered prompt by prompt: index = prompt * num_choices + choice."""
@@ -545,7 +545,9 @@ class Delta(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Logprobs of the prompt, if asked for; sent before the first token, one entry per prompt token after the first."""
+        """Logprobs of the prompt, if asked for; sent before the first token, one entry per prompt token after the first, in
+        deltas of at most 256 entries, and only with the first choice of each prompt.
+        """
 
     def __init__(
         self,

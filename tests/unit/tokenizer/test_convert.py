@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from tokenloom.api.v1 import common_pb2, engine_pb2, inference_pb2
+from tokenloom.common.errors import InvalidArgument
+from tokenloom.tokenizer import convert
+from tokenloom.tokenizer.assets import TokenizerAssets
+from tokenloom.tokenizer.domain import Caller, Options, SamplingParams, StopConditions, Trace
+from tokenloom.tokenizer.events import (
+    ChoiceFinished,
+    Completed,
+    Delta,
+    EngineFinishReason,
+    Failed,
+    FinishReason,
+    PositionLogprobs,
+    TokenRow,
+)
+from tokenloom.tokenizer.outbox import Batch
+from tokenloom.tokenizer.token_text import TokenTexts
+
+
+def options_of(options: inference_pb2.GenerationOptions) -> Options:
+    return convert.chat_request(inference_pb2.ChatRequest(options=options), Caller(), Trace()).options
+
+
+def test_what_is_left_out_stays_apart_from_zero() -> None:
+    assert options_of(inference_pb2.GenerationOptions()) == Options()
+    zeros = common_pb2.SamplingParams(temperature=0, top_p=0, top_k=0, seed=0, num_logprobs=0)
+    given = options_of(
+        inference_pb2.GenerationOptions(
+            sampling=zeros,
+            stop=common_pb2.StopConditions(max_tokens=0),
+            num_choices=0,
+            skip_special_tokens=False,
+        )
+    )
+    assert given.sampling == SamplingParams(temperature=0, top_p=0, top_k=0, seed=0, num_logprobs=0)
+    assert given.stop == StopConditions(max_tokens=0)
+    assert (given.num_choices, given.skip_special_tokens) == (0, False)
+
+
+def test_sampling_survives_the_way_through_the_domain() -> None:
+    proto = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=7, presence_penalty=1.5, seed=(1 << 64) - 1, logit_bias={3: -1.5}
+    )
+    assert convert.sampling_proto(convert.sampling(proto)) == proto
+
+
+@pytest.mark.parametrize(("asked_ms", "call_s", "expected"), [(None, None, None), (500, 9.0, 0.5), (500, 0.25, 0.25)])
+def test_the_shorter_time_counts(asked_ms: int | None, call_s: float | None, expected: float | None) -> None:
+    proto = inference_pb2.ChatRequest(options=inference_pb2.GenerationOptions(remaining_time_ms=asked_ms))
+    assert convert.chat_request(proto, Caller(), Trace(), call_s).remaining_time_s == expected
+
+
+def test_a_prompt_that_is_neither_text_nor_ids_is_named() -> None:
+    proto = inference_pb2.CompleteRequest(prompts=[inference_pb2.Prompt(text="a"), inference_pb2.Prompt()])
+    with pytest.raises(InvalidArgument) as caught:
+        convert.complete_request(proto, Caller(), Trace())
+    assert caught.value.field == "prompt[1]"
+
+
+def test_columns_of_a_step_become_rows() -> None:
+    outputs = engine_pb2.StepOutputs(
+        handles=[4, 9, 5],
+        first_token_indexes=[0, 7, 3],
+        num_tokens=[1, 2, 1],
+        token_ids=[10, 20, 21, 30],
+        num_logprobs_per_token=[0, 2, 1],
+        logprob_token_ids=[20, 1, 21, 2, 30],
+        logprobs=[-1, -2, -3, -4, -5],
+    )
+    assert list(convert.token_rows(outputs)) == [
+        TokenRow(4, 0, [10], []),
+        TokenRow(9, 7, [20, 21], [PositionLogprobs([20, 1], [-1, -2]), PositionLogprobs([21, 2], [-3, -4])]),
+        TokenRow(5, 3, [30], [PositionLogprobs([30], [-5])]),
+    ]
+
+
+def test_columns_without_logprobs_may_leave_their_widths_out() -> None:
+    outputs = engine_pb2.StepOutputs(handles=[1], first_token_indexes=[2], num_tokens=[2], token_ids=[5, 6])
+    assert list(convert.token_rows(outputs)) == [TokenRow(1, 2, [5, 6], [])]
+
+
+def test_consecutive_frames_merge_by_concatenation(tiny: TokenizerAssets) -> None:
+    converter = convert.EventConverter(TokenTexts(tiny.tokenizer))
+    batch: Batch = [
+        (1, Delta(0, "a", 0, 1)),
+        (2, Delta(1, "b", 3, 2, [7, 8])),
+        (1, ChoiceFinished(0, FinishReason.STOP, stop_string="x")),
+        (1, Completed(3, 1, 0)),
+        (3, Failed(InvalidArgument("no", field="n"))),
+    ]
+    merged = converter.frame(batch[:1])
+    merged.MergeFrom(converter.frame(batch[1:]))
+    assert merged == converter.frame(batch)
+    assert list(merged.outputs.texts) == ["a", "b"]
+    assert [extra.handle for extra in merged.outputs.extras] == [2]
+    assert merged.failed[0].error.field == "n"
+
+
+def test_an_unknown_finish_is_an_error() -> None:
+    finish = convert.engine_finish(engine_pb2.Finished(reason=engine_pb2.ENGINE_FINISH_REASON_UNSPECIFIED))
+    assert finish.reason is EngineFinishReason.ERROR
