@@ -1,8 +1,8 @@
 """Attention in plain torch: gather a row's keys and values from its blocks, then scaled_dot_product_attention.
 
-Runs on every device and in every dtype. Decode rows are one padded batch; other rows are computed one by one. Padding
-points at a row's own first slot, which is always written, and is masked: nothing that another row left in memory can
-reach a result, not even as NaN times zero.
+Runs on every device and in every dtype. Decode rows of similar length are one padded batch; other rows are computed
+one by one. Padding points at a row's own first slot, which is always written, and is masked: nothing that another row
+left in memory can reach a result, not even as NaN times zero.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenloom.executor.attention import AttentionTraits, LayerAttention, StepMetadata
+
+_MAX_PADDING = 1.5
+_FREE_PADDING = 1024
+"""A padded batch may hold this factor of its real keys, and so many keys more: less than another call costs."""
 
 
 class TorchAttention:
@@ -75,26 +79,36 @@ class _Gathers:
 
     def _make(self, window: int | None) -> list[_Gather]:
         metadata = self._metadata
-        gathers = [self._decode_rows(window)] if metadata.num_decode else []
+        gathers = [self._decode_rows(rows, window) for rows in self._similar_rows()]
         first_token = metadata.num_decode
         for row in range(metadata.num_decode, len(metadata.query_lens)):
             gathers.append(self._chunk(row, first_token, window))
             first_token += metadata.query_lens[row]
         return gathers
 
-    def _decode_rows(self, window: int | None) -> _Gather:
-        """All rows with one new token; each sees its last `window` keys, or all."""
+    def _similar_rows(self) -> list[slice]:
+        """Runs of decode rows that are batched; one long context does not pad all the others to its length."""
+        runs: list[slice] = []
+        start = num_keys = longest = 0
+        for row, seq_len in enumerate(self._metadata.seq_lens[: self._metadata.num_decode]):
+            longest, num_keys = max(longest, seq_len), num_keys + seq_len
+            if row > start and longest * (row + 1 - start) > _MAX_PADDING * num_keys + _FREE_PADDING:
+                runs.append(slice(start, row))
+                start, longest, num_keys = row, seq_len, seq_len
+        if self._metadata.num_decode:
+            runs.append(slice(start, self._metadata.num_decode))
+        return runs
+
+    def _decode_rows(self, rows: slice, window: int | None) -> _Gather:
+        """Rows with one new token each, which are tokens `rows` as well; each sees its last `window` keys, or all."""
         metadata = self._metadata
-        lens = metadata.seqused_k[: metadata.num_decode].long().unsqueeze(1)
-        num_keys = max(metadata.seq_lens[: metadata.num_decode])
-        if window is not None:
-            num_keys = min(num_keys, window)
-        firsts = (lens - num_keys).clamp_(min=0)
-        positions = firsts + torch.arange(num_keys, device=lens.device)
+        seq_lens = metadata.seq_lens[rows]
+        num_keys = max(seq_lens) if window is None else min(max(seq_lens), window)
+        lens = metadata.seqused_k[rows].long().unsqueeze(1)
+        positions = (lens - num_keys).clamp_(min=0) + torch.arange(num_keys, device=lens.device)
         is_key = positions < lens
-        slots = self._slots(slice(0, metadata.num_decode), torch.where(is_key, positions, 0))
-        has_padding = min(metadata.seq_lens[: metadata.num_decode]) < num_keys
-        return _Gather(slice(0, metadata.num_decode), slots, is_key.unsqueeze(1) if has_padding else None)
+        slots = self._slots(rows, torch.where(is_key, positions, 0))
+        return _Gather(rows, slots, is_key.unsqueeze(1) if min(seq_lens) < num_keys else None)
 
     def _chunk(self, row: int, first_token: int, window: int | None) -> _Gather:
         """One row with several new tokens; keys that no query's window reaches are left out."""

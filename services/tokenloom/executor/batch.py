@@ -18,7 +18,7 @@ class Batch:
     """A step's input; T tokens of all rows, one after the other.
 
     Args:
-        rows: decode rows (one token) first, otherwise in the plan's order.
+        rows: decode rows (one token) first, shortest context first; then the others in the plan's order.
         input_ids: `[1, T]` int64; positions likewise.
         metadata: for attention.
         first_tokens: where each row's tokens begin.
@@ -33,7 +33,7 @@ class Batch:
 
 def build_batch(scheduled: Sequence[ScheduledRow], block_size: int, device: torch.device) -> Batch:
     """Build the tensors for rows that compute something; there is at least one."""
-    rows = sorted(scheduled, key=lambda s: s.num_tokens > 1)  # stable
+    rows = sorted(scheduled, key=lambda s: (s.num_tokens > 1, s.end if s.num_tokens == 1 else 0))
     query_lens = [s.num_tokens for s in rows]
     seq_lens = [s.end for s in rows]
     ids = [token_id for s in rows for token_id in s.row.token_ids[s.first : s.end]]

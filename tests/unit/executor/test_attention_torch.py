@@ -113,6 +113,13 @@ def test_softcap_and_sinks(
     assert_equals_reference(World(rows, 4, 4, 2), layer)
 
 
+def test_one_long_context_does_not_pad_the_others_to_its_length() -> None:
+    world = World([(0, 1), (2999, 1), (5, 1), (9, 1), (2500, 1)], 16, 2, 1)
+    gathers = TorchAttention().prepare(world.batch.metadata).of_window(None)
+    assert [tuple(gather.slots.shape) for gather in gathers] == [(3, 10), (2, 3000)]
+    assert_equals_reference(world, LayerAttention(0, scale=0.3))
+
+
 def test_layers_with_different_windows_share_a_step() -> None:
     world = World(MIXED, 4, 4, 2)
     backend = TorchAttention()
