@@ -80,6 +80,7 @@ def test_every_default_is_filled_in_before_the_engine_sees_it(tmp_path: Path) ->
             assert sampling.seed == child_seed(answer.accepted.seed, 0)
             assert submit.request_id == f"{answer.accepted.request_id}:0"
             assert not submit.HasField("age_ms")
+            assert not submit.HasField("remaining_time_ms")
 
     run(scenario())
 
@@ -370,6 +371,10 @@ def test_the_time_that_is_left_goes_on_to_the_engine_and_ends_the_request(tmp_pa
             stack.engine.may_step.clear()  # an engine that does not answer
             with pytest.raises(DeadlineExceeded):
                 await stack.complete([5], remaining_time_ms=50)
+            stack.engine.may_step.set()
+            far = complete_request([5], remaining_time_ms=2**32 - 1)
+            await stack.collect(stack.stub.Complete(far, timeout=10**7))
+            assert stack.engine.submits[-1].remaining_time_ms > 2**31
             await until(lambda: stack.engine.num_living == 0)
 
     run(scenario())

@@ -16,6 +16,7 @@ from tokenloom.tokenizer.token_text import TokenTexts
 SCHEMA_REVISION = 1
 """Revision of the schema spoken here; peers one revision behind are understood."""
 
+_MAX_UINT32 = (1 << 32) - 1
 _FINISH_REASONS = {
     events.FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     events.FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -320,9 +321,9 @@ def submit_proto(
         proto.trace.traceparent = submission.trace.traceparent
         proto.trace.tracestate = submission.trace.tracestate
     if submission.deadline_s is not None:
-        proto.remaining_time_ms = max(1, round((submission.deadline_s - now_s) * 1000))
+        proto.remaining_time_ms = min(max(1, round((submission.deadline_s - now_s) * 1000)), _MAX_UINT32)
     if is_resubmitted or submission.is_resumed:
-        proto.age_ms = max(0, round((now_s - submission.submitted_at_s) * 1000))
+        proto.age_ms = min(max(0, round((now_s - submission.submitted_at_s) * 1000)), _MAX_UINT32)
     if not needs_prompt_logprobs:
         proto.sampling.ClearField("num_prompt_logprobs")
     return proto

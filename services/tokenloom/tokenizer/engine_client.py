@@ -12,14 +12,12 @@ Unavailable, and so does every new submission until a session is up again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
@@ -36,110 +34,16 @@ from tokenloom.common.errors import (
     from_rpc_error,
 )
 from tokenloom.tokenizer import convert
-from tokenloom.tokenizer.domain import EngineInfo, Submission
-from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
-from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, GENERATION_TOKENS, RESUBMISSIONS
+from tokenloom.tokenizer.domain import EngineInfo
+from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
+from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, GENERATION_TOKENS
 
 log = logging.getLogger(__name__)
 _WELCOME_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_MAX_SUBMITTED_IDS_PER_MESSAGE = 4 << 20
 _MAX_HANDLE = (1 << 32) - 1
 _RETRY_AFTER_S = 1.0
-
-
-class EngineListener(Protocol):
-    """A choice in flight. Its methods are called in the event loop and must not block."""
-
-    @property
-    def submission(self) -> Submission:
-        """What is sent, and sent again."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The ids it has."""
-
-    @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Some of the prompt's logprobs have not arrived."""
-
-    def end_if_complete(self) -> bool:
-        """End the choice if the ids it has are all it can have; True if so."""
-
-    def on_started(self, num_cached_tokens: int) -> None:
-        """The engine began to run it."""
-
-    def on_prompt_logprobs(self, first_position: int, logprobs: list[PositionLogprobs]) -> None:
-        """Logprobs of prompt tokens from a position on."""
-
-    def on_tokens(self, first_token_index: int, token_ids: list[int], logprobs: list[PositionLogprobs]) -> None:
-        """New tokens; some may be known already."""
-
-    def on_finished(self, finish: EngineFinish) -> None:
-        """The engine ended it; the last call."""
-
-    def on_failed(self, error: TokenloomError) -> None:
-        """It was refused or lost; the last call."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    listener: EngineListener
-    was_sent: bool = False
-
-
-class _Outbox:
-    """What waits to be written, by handle."""
-
-    def __init__(self) -> None:
-        self.submits: dict[int, _Entry] = {}
-        self.finishes: dict[int, int] = {}
-        self.cancels: dict[int, str] = {}
-        self.num_submitted_ids = 0
-        self.filled = asyncio.Event()
-
-    def add_submit(self, handle: int, entry: _Entry) -> None:
-        self.submits[handle] = entry
-        self.num_submitted_ids += _num_ids(entry)
-        self.filled.set()
-
-    def drop_submit(self, handle: int) -> bool:
-        """Take a submission back; False if it was written."""
-        entry = self.submits.pop(handle, None)
-        if entry is None:
-            return False
-        self.num_submitted_ids -= _num_ids(entry)
-        return True
-
-    def clear(self) -> None:
-        self.submits.clear()
-        self.finishes.clear()
-        self.cancels.clear()
-        self.num_submitted_ids = 0
-        self.filled.clear()
-
-    def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
-        """Empty the outbox into messages of bounded size."""
-        self.filled.clear()
-        while self.submits or self.finishes or self.cancels:
-            message = engine_pb2.EngineServiceSessionRequest()
-            num_ids = 0
-            while self.submits and num_ids < _MAX_SUBMITTED_IDS_PER_MESSAGE:
-                handle = next(iter(self.submits))
-                entry = self.submits[handle]
-                self.drop_submit(handle)
-                num_ids += _num_ids(entry)
-                message.submits.append(_submit(handle, entry))
-            if not self.submits:
-                for handle, num_tokens_kept in self.finishes.items():
-                    reason = engine_pb2.ENGINE_FINISH_REASON_STOP_STRING
-                    message.finishes.add(handle=handle, num_tokens_kept=num_tokens_kept, reason=reason)
-                for handle, why in self.cancels.items():
-                    message.cancels.add(handle=handle, reason=why)
-                self.finishes.clear()
-                self.cancels.clear()
-            yield message
 
 
 class EngineClient:
@@ -178,8 +82,8 @@ class EngineClient:
         self._takeover_limit_s = takeover_limit_s
         self._max_queued_ids = max_queued_ids
         self._on_state = on_state
-        self._living: dict[int, _Entry] = {}
-        self._outbox = _Outbox()
+        self._living: dict[int, InFlight] = {}
+        self._outbox = EngineOutbox()
         self._next_handle = 1
         self._info: EngineInfo | None = None
         self._is_up = False
@@ -233,7 +137,7 @@ class EngineClient:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
-        entry = self._living[handle] = _Entry(listener)
+        entry = self._living[handle] = InFlight(listener)
         if self._is_up:
             self._outbox.add_submit(handle, entry)
         return handle
@@ -298,11 +202,16 @@ class EngineClient:
                 await asyncio.wait([writer])
 
     async def _write(self, call: Any) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells of the loss
+        try:
             while True:
                 await self._outbox.filled.wait()
                 for message in self._outbox.messages():
                     await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader tells of the loss
+        except Exception:
+            log.exception("unexpected error while writing to the engine")
+            call.cancel()
 
     def _checked(self, frame: engine_pb2.EngineServiceSessionResponse) -> EngineInfo:
         """What Welcome says. Raises: FailedPrecondition if this engine is not the one the stage was started for."""
@@ -395,21 +304,6 @@ class EngineClient:
                 error = Internal("internal error; the server's log has the details")
             self.cancel(handle, "tokenizer_error")
             entry.listener.on_failed(error)
-
-
-def _num_ids(entry: _Entry) -> int:
-    return len(entry.listener.submission.prompt_token_ids) + len(entry.listener.token_ids)
-
-
-def _submit(handle: int, entry: _Entry) -> engine_pb2.Submit:
-    listener = entry.listener
-    if entry.was_sent:
-        RESUBMISSIONS.inc()
-    proto = convert.submit_proto(
-        handle, listener.submission, listener.token_ids, entry.was_sent, listener.needs_prompt_logprobs
-    )
-    entry.was_sent = True
-    return proto
 
 
 def _reason_of(error: Exception) -> str:

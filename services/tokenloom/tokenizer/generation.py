@@ -83,9 +83,7 @@ class GenerationService:
 
         Raises: TokenloomError if it failed; no event follows then.
         """
-        if self._is_draining:
-            raise Unavailable("the server is about to stop", reason="DRAINING", retry_after_s=_RETRY_AFTER_S)
-        engine = self._engine.info
+        engine = self._require_engine(request)
         active = ActiveRequest(request, sink, engine, self._engine, self._assets, self._model_id)
         with self._counted(active), _traced(active) as span:
             limit_s = request.remaining_time_s
@@ -134,6 +132,16 @@ class GenerationService:
         check_token_ids(prompt, engine, field)
         check_prompt(prompt, engine, field)
         return prompt
+
+    def _require_engine(self, request: GenerationRequest) -> EngineInfo:
+        """What the engine said of itself. Raises: Unavailable if requests are not taken now."""
+        try:
+            if self._is_draining:
+                raise Unavailable("the server is about to stop", reason="DRAINING", retry_after_s=_RETRY_AFTER_S)
+            return self._engine.info
+        except Unavailable as error:
+            REQUESTS.labels(request.kind, error.code.name.lower()).inc()
+            raise
 
     def _reserve(self, active: ActiveRequest) -> None:
         """Make room for the request's choices, or refuse it; resubmissions are exempt."""

@@ -7,9 +7,10 @@ import uvloop
 
 from tokenloom.api.v1 import engine_pb2
 from tokenloom.common.errors import Unavailable
-from tokenloom.tokenizer import engine_client
+from tokenloom.tokenizer import engine_outbox
 from tokenloom.tokenizer.domain import SamplingParams, StopConditions, Submission, Trace
-from tokenloom.tokenizer.engine_client import EngineClient, EngineListener, _Entry, _Outbox
+from tokenloom.tokenizer.engine_client import EngineClient
+from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
 
 Message = engine_pb2.EngineServiceSessionRequest
 
@@ -39,16 +40,16 @@ class Listener:
         )
 
 
-def entry(name: str = "r", num_prompt_tokens: int = 3) -> _Entry:
-    return _Entry(cast(EngineListener, Listener(name, num_prompt_tokens)))
+def entry(name: str = "r", num_prompt_tokens: int = 3) -> InFlight:
+    return InFlight(cast(EngineListener, Listener(name, num_prompt_tokens)))
 
 
 @pytest.fixture
-def outbox() -> _Outbox:
-    return _Outbox()
+def outbox() -> EngineOutbox:
+    return EngineOutbox()
 
 
-def test_what_one_turn_queued_is_one_message(outbox: _Outbox) -> None:
+def test_what_one_turn_queued_is_one_message(outbox: EngineOutbox) -> None:
     outbox.add_submit(1, entry("a"))
     outbox.add_submit(2, entry("b"))
     outbox.finishes[7] = 4
@@ -62,9 +63,9 @@ def test_what_one_turn_queued_is_one_message(outbox: _Outbox) -> None:
 
 
 def test_large_submissions_are_spread_over_messages_and_ends_come_last(
-    outbox: _Outbox, monkeypatch: pytest.MonkeyPatch
+    outbox: EngineOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "_MAX_SUBMITTED_IDS_PER_MESSAGE", 10)
+    monkeypatch.setattr(engine_outbox, "_MAX_SUBMITTED_IDS_PER_MESSAGE", 10)
     for handle in range(1, 6):
         outbox.add_submit(handle, entry(num_prompt_tokens=6))
     outbox.cancels[9] = "gone"
@@ -73,7 +74,7 @@ def test_large_submissions_are_spread_over_messages_and_ends_come_last(
     assert [len(message.cancels) for message in messages] == [0, 0, 1]
 
 
-def test_a_submission_taken_back_is_never_written(outbox: _Outbox) -> None:
+def test_a_submission_taken_back_is_never_written(outbox: EngineOutbox) -> None:
     outbox.add_submit(1, entry())
     assert outbox.drop_submit(1)
     assert not outbox.drop_submit(1)
@@ -81,7 +82,7 @@ def test_a_submission_taken_back_is_never_written(outbox: _Outbox) -> None:
     assert list(outbox.messages()) == []
 
 
-def test_only_what_was_written_before_is_a_resubmission(outbox: _Outbox) -> None:
+def test_only_what_was_written_before_is_a_resubmission(outbox: EngineOutbox) -> None:
     choice = entry()
     outbox.add_submit(1, choice)
     (first,) = outbox.messages()

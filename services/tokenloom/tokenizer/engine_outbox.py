@@ -1,0 +1,140 @@
+"""What waits to be sent to the engine: submissions, and ends of choices.
+
+What is queued during one turn of the event loop goes out as one message, unless its prompts would make it too large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenloom.api.v1 import engine_pb2
+from tokenloom.common.errors import TokenloomError
+from tokenloom.tokenizer import convert
+from tokenloom.tokenizer.domain import Submission
+from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
+from tokenloom.tokenizer.metrics import RESUBMISSIONS
+
+_MAX_SUBMITTED_IDS_PER_MESSAGE = 4 << 20
+
+
+class EngineListener(Protocol):
+    """A choice in flight. Its methods are called in the event loop and must not block."""
+
+    @property
+    def submission(self) -> Submission:
+        """What is sent, and sent again."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids it has."""
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Some of the prompt's logprobs have not arrived."""
+
+    def end_if_complete(self) -> bool:
+        """End the choice if the ids it has are all it can have; True if so."""
+
+    def on_started(self, num_cached_tokens: int) -> None:
+        """The engine began to run it."""
+
+    def on_prompt_logprobs(self, first_position: int, logprobs: list[PositionLogprobs]) -> None:
+        """Logprobs of prompt tokens from a position on."""
+
+    def on_tokens(self, first_token_index: int, token_ids: list[int], logprobs: list[PositionLogprobs]) -> None:
+        """New tokens; some may be known already."""
+
+    def on_finished(self, finish: EngineFinish) -> None:
+        """The engine ended it; the last call."""
+
+    def on_failed(self, error: TokenloomError) -> None:
+        """It was refused or lost; the last call."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A choice in flight; `was_sent` if the engine may have it already."""
+
+    listener: EngineListener
+    was_sent: bool = False
+
+
+class EngineOutbox:
+    """What waits to be written, by handle.
+
+    Attributes:
+        submits: choices to submit, in order.
+        finishes: tokens kept of choices that a stop string ended.
+        cancels: why choices are given up.
+        num_submitted_ids: ids in `submits`.
+        filled: set while there is something.
+    """
+
+    def __init__(self) -> None:
+        self.submits: dict[int, InFlight] = {}
+        self.finishes: dict[int, int] = {}
+        self.cancels: dict[int, str] = {}
+        self.num_submitted_ids = 0
+        self.filled = asyncio.Event()
+
+    def add_submit(self, handle: int, entry: InFlight) -> None:
+        """Submit a choice."""
+        self.submits[handle] = entry
+        self.num_submitted_ids += _num_ids(entry)
+        self.filled.set()
+
+    def drop_submit(self, handle: int) -> bool:
+        """Take a submission back; False if it was written."""
+        entry = self.submits.pop(handle, None)
+        if entry is None:
+            return False
+        self.num_submitted_ids -= _num_ids(entry)
+        return True
+
+    def clear(self) -> None:
+        """Forget everything; for a new session."""
+        self.submits.clear()
+        self.finishes.clear()
+        self.cancels.clear()
+        self.num_submitted_ids = 0
+        self.filled.clear()
+
+    def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
+        """Empty the outbox into messages of bounded size."""
+        self.filled.clear()
+        while self.submits or self.finishes or self.cancels:
+            message = engine_pb2.EngineServiceSessionRequest()
+            num_ids = 0
+            while self.submits and num_ids < _MAX_SUBMITTED_IDS_PER_MESSAGE:
+                handle = next(iter(self.submits))
+                entry = self.submits[handle]
+                self.drop_submit(handle)
+                num_ids += _num_ids(entry)
+                message.submits.append(_submit(handle, entry))
+            if not self.submits:
+                for handle, num_tokens_kept in self.finishes.items():
+                    reason = engine_pb2.ENGINE_FINISH_REASON_STOP_STRING
+                    message.finishes.add(handle=handle, num_tokens_kept=num_tokens_kept, reason=reason)
+                for handle, why in self.cancels.items():
+                    message.cancels.add(handle=handle, reason=why)
+                self.finishes.clear()
+                self.cancels.clear()
+            yield message
+
+
+def _num_ids(entry: InFlight) -> int:
+    return len(entry.listener.submission.prompt_token_ids) + len(entry.listener.token_ids)
+
+
+def _submit(handle: int, entry: InFlight) -> engine_pb2.Submit:
+    listener = entry.listener
+    if entry.was_sent:
+        RESUBMISSIONS.inc()
+    proto = convert.submit_proto(
+        handle, listener.submission, listener.token_ids, entry.was_sent, listener.needs_prompt_logprobs
+    )
+    entry.was_sent = True
+    return proto
