@@ -68,6 +68,11 @@ def test_a_model_passes_in_bfloat16(tiny_causal_lm: Any) -> None:
         (transformers.GPTNeoXConfig(**SMALL), None, None),
         (transformers.OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32), None, None),
         (transformers.CohereConfig(**SMALL), None, None),
+        (
+            transformers.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+            None,
+            None,
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
