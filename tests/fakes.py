@@ -90,6 +90,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._counter = 0
         self._ids: dict[int, list[int]] = {}
         self._names: dict[int, str] = {}
+        self._num_logprobs: dict[int, int] = {}
 
     @property
     def num_rows(self) -> int:
@@ -145,6 +146,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             assert row.row_id not in self._ids
             self._ids[row.row_id] = [*row.prompt_token_ids, *row.generated_token_ids]
             self._names[row.row_id] = row.request_id
+            if row.sampling.HasField("num_logprobs"):
+                self._num_logprobs[row.row_id] = row.sampling.num_logprobs
         if self.step_errors:
             response.step_error.CopyFrom(self.step_errors.popleft())
             return response
@@ -164,7 +167,14 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             response.row_ids.append(row_id)
             response.num_sampled.append(1)
             response.sampled_token_ids.append(token_id)
-            response.num_logprobs_per_token.append(0)
+            self._add_logprobs(row_id, token_id, response)
+
+    def _add_logprobs(self, row_id: int, token_id: int, response: executor_pb2.ExecuteResponse) -> None:
+        """The token itself and its successors in id, if the row asked."""
+        width = 1 + self._num_logprobs[row_id] if row_id in self._num_logprobs else 0
+        response.num_logprobs_per_token.append(width)
+        response.logprob_token_ids.extend((token_id + i) % self.capabilities.vocab_size for i in range(width))
+        response.logprobs.extend(-0.5 - i for i in range(width))
 
 
 FAKE_MODEL = "fake-model"

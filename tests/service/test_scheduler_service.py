@@ -69,6 +69,7 @@ class Tokenizer:
         self.finished: dict[int, engine_pb2.Finished] = {}
         self.rejected: dict[int, common_pb2.Error] = {}
         self.cached: dict[int, int] = {}
+        self.logprob_ids: dict[int, list[int]] = {}
 
     async def open(self, **hello: Any) -> engine_pb2.Welcome:
         self.call = self.stub.Session()
@@ -83,12 +84,19 @@ class Tokenizer:
     async def read(self) -> None:
         frame = await self.call.read()
         self.frames.append(frame)
-        outputs, at = frame.outputs, 0
+        outputs, at, logprobs_at = frame.outputs, 0, 0
         for handle, first, count in zip(outputs.handles, outputs.first_token_indexes, outputs.num_tokens, strict=True):
             told = self.tokens.setdefault(handle, [])
             assert first == len(told), "tokens are told once, in order"
             told += outputs.token_ids[at : at + count]
             at += count
+        for handle, count, width in zip(
+            outputs.handles, outputs.num_tokens, outputs.num_logprobs_per_token, strict=True
+        ):
+            entries = list(outputs.logprob_token_ids[logprobs_at : logprobs_at + count * width])
+            self.logprob_ids.setdefault(handle, []).extend(entries)
+            logprobs_at += count * width
+        assert logprobs_at == len(outputs.logprobs)
         self.cached |= {accepted.handle: accepted.num_cached_tokens for accepted in frame.accepted}
         self.finished |= {finished.handle: finished for finished in frame.finished}
         self.rejected |= {rejected.handle: rejected.error for rejected in frame.rejected}
@@ -323,9 +331,12 @@ def test_a_new_session_takes_a_lost_ones_requests_over(tmp_path: Path) -> None:
         async with scheduler_on(tmp_path, FakeExecutor(step_s=0.005)):
             first = Tokenizer(tmp_path)
             await first.open()
-            await first.send(submits=[submit(1, [5], 60), submit(2, [6], 60)])
+            with_logprobs = common_pb2.SamplingParams(num_logprobs=1)
+            await first.send(submits=[submit(1, [5], 60), submit(2, [6], 60, sampling=with_logprobs)])
             while len(first.tokens.get(2, [])) < 5:
                 await first.read()
+            one, two = first.tokens[2][:2]
+            assert first.logprob_ids[2][:4] == [one, one + 1, two, two + 1]
             await first.close()
             second = Tokenizer(tmp_path)
             await second.open()
@@ -335,6 +346,8 @@ def test_a_new_session_takes_a_lost_ones_requests_over(tmp_path: Path) -> None:
             await second.send(submits=[resumed], attaches=[attach])
             await second.read_until_ended(7, 8)
             assert second.tokens == {7: continuation([5], 60), 8: continuation([6], 60)}
+            assert second.logprob_ids[7] == []
+            assert second.logprob_ids[8][::2] == continuation([6], 60)[3:], "logprobs are told again, too"
             await second.close()
 
     run(test())

@@ -124,7 +124,7 @@ def embedded_weights() -> Path:
 def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preemption(embedded_weights: Path) -> None:
     prompts = tokenize("embedded", PROMPTS)
     flags = ("--dtype=float32", "--max-num-batched-tokens=48")
-    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="48") as stack:
+    with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="24") as stack:
         before = stack.metrics()
         ours = asyncio.run(greedy(stack, prompts))
         after = stack.metrics()

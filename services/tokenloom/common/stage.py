@@ -96,7 +96,8 @@ async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
     try:
         if metrics is not None:
             await metrics.start()
-        await stage.start()
+        if not await _start_unless_told_to_stop(stage, told_to_stop):
+            os._exit(0)  # a thread that loads a model cannot be interrupted, and there is nothing to save
         gc.collect()
         gc.freeze()
         await told_to_stop.wait()
@@ -110,6 +111,19 @@ async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
             await metrics.stop()
     log.info("stopped")
     return 0
+
+
+async def _start_unless_told_to_stop(stage: Stage, told_to_stop: asyncio.Event) -> bool:
+    """Start the stage; returns False if a signal came first."""
+    starting = asyncio.create_task(stage.start())
+    stopping = asyncio.create_task(told_to_stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        log.info("told to stop while starting")
+        return False
+    starting.result()
+    return True
 
 
 def _on_signal(told_to_stop: asyncio.Event) -> None:

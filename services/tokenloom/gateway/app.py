@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tokenloom import __version__
-from tokenloom.common.auth import ApiKeys
+from tokenloom.common.auth import ApiKeys, bearer_of
 from tokenloom.common.errors import NotFound, TokenloomError, Unavailable
 from tokenloom.common.metrics import REGISTRY, fetch_metrics
 from tokenloom.common.telemetry import context_of, inject
@@ -156,15 +156,15 @@ def _model_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter(tags=["models"])
 
     @router.get(MODELS_PATH, response_model=None)
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """The models served."""
-        models = await gateway.pool.list_models()
+        models = await gateway.pool.list_models(bearer_of(request.headers.get("authorization")))
         return JsonResponse({"object": "list", "data": [model.body() for model in models]})
 
     @router.get(MODELS_PATH + "/{model_id:path}", response_model=None)
-    async def get_model(model_id: str) -> Response:
+    async def get_model(model_id: str, request: Request) -> Response:
         """One model."""
-        for model in await gateway.pool.list_models():
+        for model in await gateway.pool.list_models(bearer_of(request.headers.get("authorization"))):
             if model.id == model_id:
                 return JsonResponse(model.body())
         raise NotFound(f"the model {model_id!r} is not served here", field="model", reason="MODEL_NOT_FOUND")

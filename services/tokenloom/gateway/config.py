@@ -14,7 +14,7 @@ class GatewayConfig:
     process: ProcessSettings
     listen: str = setting("127.0.0.1:8000", "Where to serve HTTP: host:port or unix:PATH.")
     tokenizer: tuple[str, ...] = setting(
-        ("127.0.0.1:8101",), "Addresses of tokenizer stages, host:port or unix:PATH; several may be comma separated."
+        ("127.0.0.1:50051",), "Addresses of tokenizer stages, host:port or unix:PATH; several may be comma separated."
     )
     api_key: tuple[str, ...] = setting((), "Key that callers of /v1 must send; none: open.", secret=True)
     metrics_from: tuple[str, ...] = setting((), "Metrics addresses of other stages, whose pages /metrics appends.")

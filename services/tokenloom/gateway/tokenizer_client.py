@@ -151,11 +151,15 @@ class TokenizerClient:
         self._generations[handle] = call.generation
         self._outbox.add_start(call.start)
 
-    async def list_models(self) -> list[ModelInfo]:
-        """The models served there. Raises: TokenloomError."""
+    async def list_models(self, api_key: str) -> list[ModelInfo]:
+        """The models served there, asked with our credential or, without one, with the caller's key.
+
+        Raises: TokenloomError.
+        """
         try:
             request = inference_pb2.ListModelsRequest()
-            response = await self._stub.ListModels(request, timeout=_UNARY_LIMIT_S, metadata=self._metadata)
+            metadata = self._metadata or bearer_metadata(api_key)
+            response = await self._stub.ListModels(request, timeout=_UNARY_LIMIT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         return [convert.model_info(model) for model in response.models]

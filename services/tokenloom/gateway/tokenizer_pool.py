@@ -102,9 +102,9 @@ class TokenizerPool:
         if not self._open:
             self._is_idle.set()
 
-    async def list_models(self) -> list[ModelInfo]:
-        """The models served. Raises: TokenloomError."""
-        return await self._pick().list_models()
+    async def list_models(self, api_key: str) -> list[ModelInfo]:
+        """The models served, for the caller with this key. Raises: TokenloomError."""
+        return await self._pick().list_models(api_key)
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -151,8 +152,8 @@ class Engine:
         session.streams[handle] = stream
         if stream.request.num_cached_tokens is not None:
             session.outbox.accept(handle, stream.request.num_cached_tokens)
-        if missed := stream.request.output_token_ids[from_token_index:]:
-            session.outbox.add_tokens(TokenRow(handle, from_token_index, missed, None))
+        for row in stream.rows_since(from_token_index):
+            session.outbox.add_tokens(dataclasses.replace(row, handle=handle))
 
     def finish(self, session: TokenizerSession, handle: int, reason: FinishReason) -> None:
         """A tokenizer found the end of a request, or its client went away. Unknown handles have ended already."""
@@ -309,7 +310,11 @@ class Engine:
     def _tell(self, output: RequestOutput) -> None:
         request = output.request
         stream = self._streams[request.request_id]
+        row: TokenRow | None = None
         if output.token_ids:
+            row = TokenRow(stream.handle, output.first_token_index, list(output.token_ids), output.logprobs)
+            if row.logprobs is not None:
+                stream.told.append(row)
             metrics.GENERATION_TOKENS.inc(len(output.token_ids))
             if stream.first_token_s is None:
                 stream.first_token_s = self._loop.time()
@@ -317,20 +322,18 @@ class Engine:
                 stream.span.add_event("first_token")
         session = stream.session
         if session is not None:
-            self._fill_outbox(session, stream.handle, output)
+            self._fill_outbox(session, stream.handle, row, output)
         if output.finish_reason is not None:
             self._forget(stream, output)
         if session is not None and session.outbox.is_overflown:
             log.warning("session of %s does not read; closing it", session.client_id)
             self.lose_session(session)
 
-    def _fill_outbox(self, session: TokenizerSession, handle: int, output: RequestOutput) -> None:
+    def _fill_outbox(self, session: TokenizerSession, handle: int, row: TokenRow | None, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None:
             session.outbox.add_prompt_logprobs(handle, output.prompt_logprobs)
-        if output.token_ids:
-            session.outbox.add_tokens(
-                TokenRow(handle, output.first_token_index, list(output.token_ids), output.logprobs)
-            )
+        if row is not None:
+            session.outbox.add_tokens(row)
         if output.finish_reason is not None:
             num_generated = len(output.request.output_token_ids)
             session.outbox.finish(FinishedRow(handle, output.finish_reason, num_generated, _error_of(output)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from tokenloom.scheduler.core.request import Request
-from tokenloom.scheduler.frames import Outbox
+from tokenloom.scheduler.frames import Outbox, TokenRow
 
 OUTBOX_BYTES = 16 << 20
 
@@ -25,6 +25,7 @@ class Stream:
         handle: the session's name for the request.
         submitted_s: when it was taken, on the engine's clock.
         span: the request's span in this stage.
+        told: rows with logprobs, kept for a session that takes the request over; ids alone are in the request.
     """
 
     request: Request
@@ -34,6 +35,14 @@ class Stream:
     submitted_s: float
     span: Span
     first_token_s: float | None = None
+    told: list[TokenRow] = field(default_factory=list)
+
+    def rows_since(self, token_index: int) -> list[TokenRow]:
+        """What a new reader lacks, which has the tokens before `token_index`."""
+        kept = [row for row in self.told if row.first_token_index >= token_index]
+        end = kept[0].first_token_index if kept else len(self.request.output_token_ids)
+        missed = self.request.output_token_ids[token_index:end]
+        return [TokenRow(self.handle, token_index, missed, None), *kept] if missed else kept
 
 
 @dataclass(slots=True, eq=False)

@@ -157,7 +157,8 @@ class Choice:
         self._owner.on_choice_started(self)
         match finish.reason:
             case EngineFinishReason.STOP_TOKEN:
-                self._finish(FinishReason.STOP, self._token_ids[-1] if self._token_ids else None)
+                last = self._token_ids[-1] if self._token_ids else None
+                self._finish(FinishReason.STOP, last if last in self._submission.stop.stop_token_ids else None)
             case EngineFinishReason.LENGTH:
                 self._finish(FinishReason.LENGTH)
             case EngineFinishReason.DEADLINE:

@@ -181,7 +181,8 @@ def test_held_back_text_comes_when_the_choice_ends_otherwise(smollm: TokenizerAs
 
 def test_an_end_token_is_counted_but_is_no_text(tiny: TokenizerAssets) -> None:
     word = encode(tiny, "Paris")
-    choice, owner = make_choice(tiny, end_token_ids=frozenset({EOS, word[-1]}), ids=True)
+    stop = StopConditions(stop_token_ids=(word[-1],))
+    choice, owner = make_choice(tiny, end_token_ids=frozenset({EOS, word[-1]}), stop=stop, ids=True)
     feed(choice, owner, word, end=STOP_TOKEN)
     assert owner.text == tiny.tokenizer.decode(word[:-1])
     assert owner.finished == ChoiceFinished(0, FinishReason.STOP, stop_token_id=word[-1])
@@ -239,7 +240,7 @@ def test_a_late_second_start_does_not_change_the_cached_tokens(tiny: TokenizerAs
 @pytest.mark.parametrize(
     ("resume", "expected"),
     [
-        ([10, 11, EOS], ChoiceFinished(0, FinishReason.STOP, stop_token_id=EOS)),
+        ([10, 11, EOS], ChoiceFinished(0, FinishReason.STOP)),
         ([10, 11, 12, 13], ChoiceFinished(0, FinishReason.LENGTH)),
         ([10, 11, 12], None),
         ([], None),

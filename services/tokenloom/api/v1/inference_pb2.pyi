@@ -649,7 +649,7 @@ class ChoiceFinished(_message.Message):
     stop_string: _builtins.str
     """The stop string that was found; empty if none."""
     stop_token_id: _builtins.int
-    """The stop token that was found; absent if none."""
+    """The caller's stop token that was found; absent if none, also at an end-of-sequence token."""
     def __init__(
         self,
         *,
