@@ -10,4 +10,4 @@ SHORT = settings(
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-LONG = settings(SHORT, derandomize=False, max_examples=5000, stateful_step_count=100)
+LONG = settings(SHORT, derandomize=False, max_examples=2000, stateful_step_count=100)

@@ -23,6 +23,9 @@ from tokenloom.scheduler.core.block_pool import NULL_BLOCK, BlockPool
 NAMES = st.integers(0, 11).map(lambda i: bytes([i]) * 32)
 
 
+pytestmark = pytest.mark.timeout(1800)  # shrinking a failure takes minutes
+
+
 class BlockPoolMachine(RuleBasedStateMachine):
     """Tables of random requests over one pool."""
 
