@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import openai
 import pytest
 
 from tests.system.stack import STAGES, Stack, free_port, is_alive
 from tests.tiny_models import write_tiny_model
+from tokenloom.api.v1 import common_pb2, inference_pb2
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,11 @@ def complete(stack: Stack, api_key: str) -> str:
 
 
 def test_killed_stages_are_started_again_and_ctrl_c_stops_all(tiny_model: Path) -> None:
-    stack = Stack(f"--model={tiny_model}", "--api-key=one", "--api-key=two").wait_until_ready()
+    grpc_port = free_port()
+    keys = ("--api-key=one", "--api-key=two")
+    stack = Stack(f"--model={tiny_model}", f"--grpc-port={grpc_port}", *keys).wait_until_ready()
     check_that_start_up_shows_progress(stack)
+    check_that_grpc_asks_for_a_key(grpc_port)
     expected = complete(stack, "one")
     assert complete(stack, "two") == expected
     for key in ("three", "on", "none"):
@@ -64,6 +69,27 @@ def check_that_start_up_shows_progress(stack: Stack) -> None:
     assert sum("http://" in line for line in stack.lines) == 1
     lines = [line for line in stack.lines if not line.startswith("tokenloom: ")]
     assert not lines, f"start-up shows nothing but progress: {lines}"
+
+
+def check_that_grpc_asks_for_a_key(port: int) -> None:
+    request = inference_pb2.ChatRequest(
+        messages=[inference_pb2.ChatMessage(role="user", content="Hello")],
+        options=inference_pb2.GenerationOptions(stop=common_pb2.StopConditions(max_tokens=4, ignore_eos=True)),
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        chat = channel.unary_stream(
+            "/tokenloom.api.v1.InferenceService/Chat",
+            request_serializer=inference_pb2.ChatRequest.SerializeToString,
+            response_deserializer=inference_pb2.ChatResponse.FromString,
+        )
+        for metadata in ((), (("authorization", "Bearer three"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(chat(request, metadata=metadata, timeout=10))
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        events = [answer.event for answer in chat(request, metadata=(("authorization", "Bearer one"),), timeout=30)]
+    assert events[0].WhichOneof("kind") == "accepted"
+    assert events[-1].completed.usage.num_generated_tokens == 4
+    assert sum(event.delta.num_tokens for event in events) == 4
 
 
 def test_no_orphan_is_left_when_the_launcher_is_killed(tiny_model: Path) -> None:

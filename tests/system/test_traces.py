@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import uvloop
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.tiny_models import write_tiny_model
-from tokenloom.common.config import ProcessSettings
-from tokenloom.common.stage import Stage
+from tests.system.in_process import all_stages
 from tokenloom.common.telemetry import setup_telemetry
-from tokenloom.executor.config import ExecutorConfig
-from tokenloom.executor.stage import ExecutorStage
-from tokenloom.gateway.config import GatewayConfig
-from tokenloom.gateway.server import GatewayStage
-from tokenloom.scheduler.config import SchedulerSettings
-from tokenloom.scheduler.stage import SchedulerStage
-from tokenloom.tokenizer.config import TokenizerConfig
-from tokenloom.tokenizer.stage import TokenizerStage
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN_ID = "b7ad6b7169203331"
@@ -44,42 +32,11 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-@asynccontextmanager
-async def all_stages(folder: Path) -> AsyncIterator[str]:
-    """The four stages in this process, over real sockets; gives the gateway's URL."""
-    model = str(write_tiny_model(folder / "tiny-llama", "llama"))
-    at = {name: f"unix:{folder}/{name}" for name in ("executor", "scheduler", "tokenizer")}
-    process = ProcessSettings()
-    gateway = GatewayStage(GatewayConfig(process, listen="127.0.0.1:0", tokenizer=(at["tokenizer"],)))
-    stages: list[Stage] = [
-        ExecutorStage(ExecutorConfig(process, listen=at["executor"], model=model, dtype="float32")),
-        SchedulerStage(SchedulerSettings(process, listen=at["scheduler"], executor=at["executor"])),
-        TokenizerStage(TokenizerConfig(process, listen=at["tokenizer"], scheduler=at["scheduler"], model=model)),
-        gateway,
-    ]
-    for stage in stages:
-        await stage.start()
-    try:
-        yield f"http://127.0.0.1:{gateway.port}"
-    finally:
-        for stage in reversed(stages):
-            await stage.stop()
-
-
-async def wait_until_ready(client: httpx.AsyncClient) -> None:
-    for _ in range(400):
-        if (await client.get("/ready")).status_code == 200:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("the stack is not ready")
-
-
 def one_request(folder: Path) -> str:
     """Send one traced request through all stages; returns its id."""
 
     async def test() -> str:
-        async with all_stages(folder) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-            await wait_until_ready(client)
+        async with all_stages(folder) as client:
             body: dict[str, Any] = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
             response = await client.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
             assert response.status_code == 200, response.text
