@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -266,6 +267,42 @@ def test_a_deadline_ends_a_request_also_while_it_waits(tmp_path: Path) -> None:
             assert 0 < len(tokenizer.tokens[1]) < 200
             assert tokenizer.finished[2].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
             assert 2 not in tokenizer.tokens
+            await tokenizer.close()
+
+    run(test())
+
+
+def test_a_deadline_that_came_with_a_result_is_told_once(tmp_path: Path) -> None:
+    """A loop that was held up sees the result of a step and a deadline that passed before it at the same time."""
+
+    async def test() -> None:
+        async with scheduler_on(tmp_path, FakeExecutor(step_s=0.01)) as stage:
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            await tokenizer.send(submits=[submit(1, [5], 200, remaining_time_ms=100), submit(2, [6], 40)])
+            while len(tokenizer.tokens.get(2, [])) < 2:
+                await tokenizer.read()
+            time.sleep(0.2)  # noqa: ASYNC251  (hold the loop up)
+            await tokenizer.read_until_ended(1, 2)
+            assert tokenizer.finished[1].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
+            assert tokenizer.tokens[2] == continuation([6], 40)
+            assert stage.engine.is_ready
+            await tokenizer.close()
+
+    run(test())
+
+
+def test_deadlines_hold_while_the_executor_is_away(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor(step_s=0.01)
+        server = await serve_executor(tmp_path, executor)
+        async with scheduler_on(tmp_path, executor, executor_server=server):
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            await server.stop(0)
+            await tokenizer.send(submits=[submit(1, [5], 200, remaining_time_ms=100)])
+            await tokenizer.read_until_ended(1)
+            assert tokenizer.finished[1].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
             await tokenizer.close()
 
     run(test())

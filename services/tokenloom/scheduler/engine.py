@@ -247,11 +247,12 @@ class Engine:
         metrics.STEP_TIME.observe(now - self._sent_s.pop(output.step_id, now))
         self._tracer.end(output.step_id, output.step_error)
         wasted = self.core.stats.num_wasted_rows
-        news = self.core.update(output)
+        news = self.core.update(output) + self.core.expire(now)
         metrics.WASTED_ROWS.inc(self.core.stats.num_wasted_rows - wasted)
-        self._pump()  # the next plan first: the executor waits for it, readers do not
+        self._make_plans(now)  # before the news: the executor waits for plans, readers do not
         for told in news:
             self._tell(told)
+        self._arm_timer(self.core.next_deadline_s)
 
     # --- plans --------------------------------------------------------------------------------------------------
 
@@ -263,25 +264,30 @@ class Engine:
 
     def _pump(self) -> None:
         self._is_pump_due = False
-        core = self.core
-        if core is None or not self.is_executor_up:
+        if self.core is None:
             return
         now = self._loop.time()
-        for told in core.expire(now):
+        for told in self.core.expire(now):
             self._tell(told)
-        assert self.capabilities is not None
+        self._make_plans(now)
+        self._arm_timer(self.core.next_deadline_s)
+
+    def _make_plans(self, now: float) -> None:
+        """Give the executor as many plans as it takes. Nothing ends here, so streams and core stay in step."""
+        core = self.core
+        if core is None or self.capabilities is None or not self.is_executor_up:
+            return
         depth = min(self._settings.plans_in_flight, self.capabilities.max_plans_in_flight)
         while len(core.plans_in_flight) < depth and (plan := core.schedule()) is not None:
             self._send(plan, now)
         if (plan := core.release_rows()) is not None:
             self._executor.send(plan)
-        self._arm_timer(core.next_deadline_s)
 
     def _send(self, plan: SchedulerOutput, now: float) -> None:
         streams = self._streams
         for row in plan.rows:
-            if row.is_new and row.request.num_preemptions == 0:
-                self._begin(streams[row.request.request_id], now)
+            if row.is_new and not (stream := streams[row.request.request_id]).has_begun:
+                self._begin(stream, now)
         self._sent_s[plan.step_id] = now
         self._executor.send(plan, self._tracer.begin(plan, streams))
         metrics.STEP_TOKENS.observe(plan.num_scheduled_tokens)
@@ -290,6 +296,7 @@ class Engine:
         self.watchers.publish(plan, self.core)
 
     def _begin(self, stream: Stream, now: float) -> None:
+        stream.has_begun = True
         num_cached = stream.request.num_cached_tokens or 0
         metrics.QUEUE_TIME.observe(now - stream.submitted_s)
         metrics.PREFIX_QUERIES.inc(stream.request.num_prompt_tokens)
@@ -300,10 +307,16 @@ class Engine:
 
     def _arm_timer(self, deadline_s: float | None) -> None:
         if self._timer is not None:
+            if self._timer.when() == deadline_s:
+                return
             self._timer.cancel()
             self._timer = None
         if deadline_s is not None:
-            self._timer = self._loop.call_at(deadline_s, self._pump)
+            self._timer = self._loop.call_at(deadline_s, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._timer = None
+        self._pump()
 
     # --- news ---------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class Stream:
     group_id: str
     submitted_s: float
     span: Span
+    has_begun: bool = False
     first_token_s: float | None = None
     told: list[TokenRow] = field(default_factory=list)
 

@@ -142,6 +142,8 @@ class Scheduler:
                 "nothing is left to generate",
                 field="resume_token_ids",
             )
+        if num_output >= max(1, request.min_output_tokens) and request.output_token_ids[-1] in request.stop_token_ids:
+            raise RequestRefused("the resumed output ends with a stop token already", field="resume_token_ids")
         if request.request_id in self._requests:
             raise RequestRefused(f"request id {request.request_id!r} is in use", field="request_id")
 
@@ -172,14 +174,13 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput) -> None:
-        max_chunk = self._max_chunk()
         index = 0
         while index < len(self.running) and (budget_left := self._budget_left(plan)):
             request = self.running[index]
             index += 1
             if request.needs_no_more_plans:
                 continue
-            num_new = min(request.num_lacking_tokens, max_chunk, budget_left)
+            num_new = self._chunk(request, budget_left, num_others_waiting=len(self.waiting))
             new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new)
             if new_block_ids is None:
                 return  # the request itself was preempted; it was the last one
@@ -219,7 +220,7 @@ class Scheduler:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             self.stats.num_prefix_queried_tokens += request.num_prompt_tokens
             self.stats.num_prefix_hit_tokens += request.num_cached_tokens
-        num_new = min(request.num_lacking_tokens, self._max_chunk(), self._budget_left(plan))
+        num_new = self._chunk(request, self._budget_left(plan), num_others_waiting=len(self.waiting) - 1)
         new_block_ids = self.kv.allocate_slots(request, num_cached + num_new)
         assert new_block_ids is not None, "what fits can be allocated"
         self._plan_row(plan, request, num_new, found + new_block_ids, is_new=True)
@@ -229,10 +230,17 @@ class Scheduler:
         needed = self.kv.num_blocks_for(request.num_tokens) - len(found)
         return needed + self.kv.pool.count_cached(found) <= self.kv.pool.num_free_blocks
 
-    def _max_chunk(self) -> int:
-        """Most tokens of a request in this step. While others want to run too, a prompt gets half of the budget."""
+    def _chunk(self, request: Request, budget_left: int, num_others_waiting: int) -> int:
+        """Tokens of `request` for this step: what it lacks, but while other prompts want to run half of the budget."""
         budget = self.config.max_num_batched_tokens
-        return max(1, budget // 2) if len(self.running) + len(self.waiting) > 1 else budget
+        half = max(1, budget // 2)
+        num_new = min(request.num_lacking_tokens, budget_left)
+        if num_new <= half:
+            return num_new
+        others = [other for other in self.running if other is not request]
+        if num_others_waiting or any(other.num_lacking_tokens > 1 for other in others):
+            return half
+        return min(num_new, max(half, budget - len(others)))  # each of the others decodes one token
 
     def _budget_left(self, plan: SchedulerOutput) -> int:
         return self.config.max_num_batched_tokens - plan.num_scheduled_tokens
