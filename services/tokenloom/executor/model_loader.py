@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import io
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tokenloom.common.errors import SetupError
 from tokenloom.common.model_files import ModelSource, cached_dir
 
 log = logging.getLogger(__name__)
+_IMPORTING = threading.Lock()
 _CONVERSION = "gguf-bf16-1"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -66,8 +69,10 @@ def load_causal_lm(source: ModelSource, options: LoadOptions) -> Any:
     """
     _hush_transformers()
     started = time.perf_counter()
-    folder = source.folder if source.gguf_file is None else weights_folder(source)
-    causal_lm = _from_folder(folder, options.dtype)
+    with ThreadPoolExecutor(1) as helper:
+        folder = helper.submit(weights_folder, source)  # hashes cached weights while this thread imports
+        _import_modeling()
+    causal_lm = _from_folder(folder.result(), options.dtype)
     # A GPU copies the weights; on the CPU this does nothing.
     causal_lm = causal_lm.to(options.device).eval().requires_grad_(False)
     log.info("loaded %s in %.1f s", source.model_id, time.perf_counter() - started)
@@ -88,6 +93,7 @@ def weights_folder(source: ModelSource) -> Path:
 
 def _convert_gguf(source: ModelSource, folder: Path) -> None:
     """Dequantise a GGUF file and save it as bf16 safetensors."""
+    _import_modeling()
     log.info("converting %s, once; this takes a minute", source.gguf_file)
     path = source.folder / str(source.gguf_file)
     try:
@@ -121,6 +127,12 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them; download the model again")
     return causal_lm
+
+
+def _import_modeling() -> None:
+    """Import what loading needs of transformers: seconds of work. Two threads must not do it at once."""
+    with _IMPORTING:
+        import transformers.modeling_utils  # noqa: F401
 
 
 def _auto_model() -> Any:
