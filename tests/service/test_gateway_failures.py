@@ -257,7 +257,7 @@ def test_the_file_of_a_dead_process_does_not_keep_a_unix_socket_taken(tmp_path: 
 def test_an_unexpected_error_is_logged_and_answered_as_500_in_openais_form(
     stack: GatewayStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(self: TokenizerPool) -> None:
+    async def fail(self: TokenizerPool, api_key: str) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(TokenizerPool, "list_models", fail)
