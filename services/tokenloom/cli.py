@@ -20,11 +20,12 @@ _PROGRAMS = {
 
 def main() -> None:
     """Run the program that the command line names; ends the process with its exit code."""
-    sys.exit(run_main(_run))
-
-
-def _run() -> int:
     word, flags = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    extra = word if word in _PROGRAMS and word != "serve" else "all"
+    sys.exit(run_main(lambda: _run(word, flags), extra))
+
+
+def _run(word: str, flags: list[str]) -> int:
     if word in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0
@@ -34,14 +35,7 @@ def _run() -> int:
     if word not in _PROGRAMS:
         raise SetupError(f"unknown program {word!r}; one of: {', '.join(_PROGRAMS)}")
     package, _ = _PROGRAMS[word]
-    try:
-        program = importlib.import_module(f"tokenloom.{package}.__main__")
-    except ModuleNotFoundError as error:
-        if (error.name or "tokenloom").startswith("tokenloom"):
-            raise
-        extra = "all" if word == "serve" else word
-        raise SetupError(f"{error.name} is not installed; pip install 'tokenloom[{extra}]'") from None
-    code: int = program.main(flags)
+    code: int = importlib.import_module(f"tokenloom.{package}.__main__").main(flags)
     return code
 
 

@@ -28,7 +28,7 @@ def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{ROOT}[gateway,scheduler]"]
+    install = [python, "-m", "pip", "install", "-qqq", "--disable-pip-version-check", f"{ROOT}[gateway,scheduler]"]
     subprocess.run(install, check=True, timeout=200)
     return python
 
@@ -37,11 +37,12 @@ def test_the_environment_has_no_torch(python_without_torch: str) -> None:
     code = f"import importlib.util as u; print([m for m in {FORBIDDEN} if u.find_spec(m)])"
     found = subprocess.run([python_without_torch, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
-    missing = subprocess.run(
-        [str(Path(python_without_torch).parent / "tokenloom"), "executor"], capture_output=True, text=True, check=False
-    )
-    assert missing.returncode == 2
-    assert "pip install 'tokenloom[executor]'" in missing.stderr
+    program = str(Path(python_without_torch).parent / "tokenloom")
+    for word, extra in (("executor", "executor"), ("tokenizer", "tokenizer"), ("serve", "all")):
+        missing = subprocess.run([program, word], capture_output=True, text=True, check=False)
+        assert missing.returncode == 2
+        assert missing.stderr.count("\n") == 1, missing.stderr
+        assert f"pip install 'tokenloom[{extra}]'" in missing.stderr
 
 
 def test_the_scheduler_becomes_ready_there(python_without_torch: str, tmp_path: Path) -> None:

@@ -48,18 +48,23 @@ class Stage(Protocol):
         """Give up what is left and release everything."""
 
 
-def run_main(main: Callable[[], int]) -> int:
-    """Run a program's body; a SetupError is one line on standard error and exit code 2."""
+def run_main(main: Callable[[], int], extra: str) -> int:
+    """Run a program's body; a SetupError is one line on standard error and exit code 2.
+
+    Args:
+        main: returns the exit code.
+        extra: what to install if a package is missing, the name of an extra.
+    """
     try:
         return main()
     except SetupError as error:
-        print(f"tokenloom: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_SETUP
+        message = str(error)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tokenloom"):
+        if (error.name or "tokenloom").startswith("tokenloom"):
             raise
-        print(f"tokenloom: {error.name} is not installed; pip install 'tokenloom[all]'", file=sys.stderr)  # noqa: T201
-        return EXIT_SETUP
+        message = f"{error.name} is not installed; pip install 'tokenloom[{extra}]'"
+    sys.stderr.write(f"tokenloom: {message}\n")
+    return EXIT_SETUP
 
 
 def run_stage(name: str, process: ProcessSettings, build: Callable[[], Stage]) -> int:

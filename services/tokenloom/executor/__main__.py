@@ -13,11 +13,7 @@ DESCRIPTION = "Holds the model and its KV memory and runs the scheduler's batche
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until told to stop; returns the exit code."""
-    return run_main(lambda: _run(argv))
-
-
-def _run(argv: Sequence[str]) -> int:
+    """Run until told to stop; returns the exit code. Raises: SetupError."""
     config = parse(ExecutorConfig, "tokenloom executor", DESCRIPTION, argv)
     prepare_environment()
     from tokenloom.executor.stage import ExecutorStage  # imports torch, which reads the environment
@@ -26,4 +22,4 @@ def _run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_main(lambda: main(sys.argv[1:]), extra="executor"))

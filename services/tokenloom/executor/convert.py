@@ -6,6 +6,7 @@ from itertools import chain, islice
 
 from tokenloom.api.v1 import common_pb2, executor_pb2
 from tokenloom.common.errors import InvalidArgument, TokenloomError, to_proto
+from tokenloom.common.schema import SCHEMA_REVISION
 from tokenloom.executor.capabilities import Capabilities
 from tokenloom.executor.plan import (
     NewRow,
@@ -17,8 +18,6 @@ from tokenloom.executor.plan import (
     SamplingParams,
 )
 from tokenloom.executor.row_checks import MAX_LOGPROBS
-
-SCHEMA_REVISION = 1
 
 
 def plan_from_proto(request: executor_pb2.ExecuteRequest, defaults: SamplingParams) -> Plan:

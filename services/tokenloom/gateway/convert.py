@@ -17,7 +17,6 @@ from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, 
 from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
 
-SCHEMA_REVISION = 1
 _U64 = 2**64 - 1
 Start = inference_pb2.SessionStart  # made here, sent by the tokenizer client, opaque to what lies between
 FINISH_REASONS = {

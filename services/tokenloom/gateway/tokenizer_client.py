@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenloom.api.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES, bearer_metadata, make_channel
 from tokenloom.common.errors import FailedPrecondition, Unavailable, from_rpc_error
+from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.gateway import convert, metrics
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.model_info import ModelInfo
@@ -207,7 +208,7 @@ class TokenizerClient:
             stream.cancel()
 
     async def _greet(self, stream: Any) -> None:
-        hello = inference_pb2.SessionHello(schema_revision=convert.SCHEMA_REVISION, client_id=self._client_id)
+        hello = inference_pb2.SessionHello(schema_revision=SCHEMA_REVISION, client_id=self._client_id)
         try:
             async with asyncio.timeout(_WELCOME_LIMIT_S):
                 await stream.write(inference_pb2.SessionRequest(hello=hello))
@@ -216,9 +217,7 @@ class TokenizerClient:
             raise Unavailable(f"no welcome within {_WELCOME_LIMIT_S:.0f} s") from None
         if not isinstance(first, inference_pb2.SessionResponse) or not first.HasField("welcome"):
             raise Unavailable("the session ended before its welcome")
-        revision = first.welcome.schema_revision
-        if abs(revision - convert.SCHEMA_REVISION) > 1:
-            raise FailedPrecondition(f"it speaks schema revision {revision}, this gateway {convert.SCHEMA_REVISION}")
+        check_revision(first.welcome.schema_revision, "tokenizer")
         log.info("session with tokenizer %s, model %s", self.address, first.welcome.model)
 
     def _take(self, frame: inference_pb2.SessionResponse) -> None:

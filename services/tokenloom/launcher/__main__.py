@@ -8,4 +8,4 @@ from tokenloom.common.stage import run_main
 from tokenloom.launcher.serve import main
 
 if __name__ == "__main__":
-    sys.exit(run_main(lambda: main(sys.argv[1:])))
+    sys.exit(run_main(lambda: main(sys.argv[1:]), extra="all"))

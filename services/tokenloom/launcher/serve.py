@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from tokenloom.launcher.readiness import wait_until_http_ready, wait_until_servi
 DESCRIPTION = "All stages on one machine, supervised, with the HTTP gateway in front."
 _RUN_DIR_PREFIX = "tokenloom-serve-"
 _KILL_MARGIN_S = 15.0
+_NEEDED_PACKAGES = ("torch", "transformers", "tokenizers", "jinja2", "fastapi", "uvicorn")
 _WAITING_FOR = {
     "executor": "loading the model",
     "scheduler": "waiting for the executor",
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the stack until it is told to stop; returns the exit code."""
     settings = parse(ServeSettings, "tokenloom serve", DESCRIPTION, argv)
     setup_logs("serve", settings.log_level, settings.log_format)
+    _check_installed()
     source = resolve_model(settings.model)
     for port in (settings.port, settings.grpc_port):
         check_port_free(Address(host=settings.host, port=port))
@@ -139,6 +142,13 @@ class Stack:
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._started_s:.1f} s"
+
+
+def _check_installed() -> None:
+    """Raise SetupError if a stage's packages are missing, rather than let it fail again and again."""
+    for package in _NEEDED_PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise SetupError(f"{package} is not installed; pip install 'tokenloom[all]'")
 
 
 def _say(line: str) -> None:

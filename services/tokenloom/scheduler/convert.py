@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from tokenloom.api.v1 import common_pb2, engine_pb2, executor_pb2
 from tokenloom.common.errors import InvalidArgument, TokenloomError, from_proto, to_proto
+from tokenloom.common.schema import SCHEMA_REVISION
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.block_hash import HASH_SCHEME
 from tokenloom.scheduler.core.plan import ModelOutput, RowOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, PromptLogprobs, Request
 from tokenloom.scheduler.frames import Frame
 
-SCHEMA_REVISION = 1
 _UNLIMITED = 1 << 31
 _REASON_TO_PROTO = {
     FinishReason.STOP_TOKEN: engine_pb2.ENGINE_FINISH_REASON_STOP_TOKEN,

@@ -16,7 +16,8 @@ import grpc
 
 from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
 from tokenloom.common.channel import bearer_metadata, make_channel
-from tokenloom.common.errors import FailedPrecondition, TokenloomError, Unavailable, from_rpc_error
+from tokenloom.common.errors import TokenloomError, Unavailable, from_rpc_error
+from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import inject
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.capabilities import Capabilities
@@ -102,10 +103,7 @@ class ExecutorClient:
             executor_pb2.GetCapabilitiesRequest(), metadata=self._metadata, timeout=_CALL_TIMEOUT_S
         )
         response = await capabilities_call
-        if abs(response.schema_revision - convert.SCHEMA_REVISION) > 1:
-            raise FailedPrecondition(
-                f"the executor speaks schema revision {response.schema_revision}, we {convert.SCHEMA_REVISION}"
-            )
+        check_revision(response.schema_revision, "executor")
         capabilities = convert.capabilities_of(response)
         request = executor_pb2.InitializeRequest(num_blocks=self._num_blocks(capabilities))
         self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch

@@ -12,6 +12,7 @@ from opentelemetry.trace import SpanKind
 
 from tokenloom.api.v1 import engine_pb2, engine_pb2_grpc
 from tokenloom.common.errors import FailedPrecondition, InvalidArgument, TokenloomError, Unavailable
+from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import context_of, extract, inject, tracer
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.capabilities import Capabilities
@@ -77,10 +78,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for field, value in mine.items():
             if (theirs := getattr(hello, field)) and theirs != value:
                 raise FailedPrecondition(f"{field}: the engine has {value}, the tokenizer {theirs}", field=field)
-        if abs(hello.schema_revision - convert.SCHEMA_REVISION) > 1:
-            raise FailedPrecondition(
-                f"the engine speaks schema revision {convert.SCHEMA_REVISION}, the tokenizer {hello.schema_revision}"
-            )
+        check_revision(hello.schema_revision, "tokenizer")
         return capabilities, TokenizerSession(hello.client_id)
 
     async def _read(self, request_iterator: Requests, session: TokenizerSession, capabilities: Capabilities) -> None:

@@ -23,4 +23,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(lambda: main(sys.argv[1:])))
+    sys.exit(run_main(lambda: main(sys.argv[1:]), extra="tokenizer"))

@@ -13,7 +13,6 @@ from tokenloom.common.telemetry import Context, extract, inject
 from tokenloom.tokenizer import domain, events
 from tokenloom.tokenizer.token_text import TokenTexts
 
-SCHEMA_REVISION = 1
 """Revision of the schema spoken here; peers one revision behind are understood."""
 
 _MAX_UINT32 = (1 << 32) - 1

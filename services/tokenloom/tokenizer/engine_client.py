@@ -33,6 +33,7 @@ from tokenloom.common.errors import (
     from_proto,
     from_rpc_error,
 )
+from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.domain import EngineInfo
 from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
@@ -74,7 +75,7 @@ class EngineClient:
         self._metadata = bearer_metadata(cluster_token)
         client_id = f"tokenizer-{os.getpid()}-{secrets.token_hex(4)}"
         self._hello = engine_pb2.Hello(
-            schema_revision=convert.SCHEMA_REVISION,
+            schema_revision=SCHEMA_REVISION,
             client_id=client_id,
             model_id=model_id,
             tokenizer_fingerprint=tokenizer_fingerprint,
@@ -216,8 +217,9 @@ class EngineClient:
     def _checked(self, frame: engine_pb2.EngineServiceSessionResponse) -> EngineInfo:
         """What Welcome says. Raises: FailedPrecondition if this engine is not the one the stage was started for."""
         welcome = frame.welcome
-        if not frame.HasField("welcome") or abs(welcome.schema_revision - convert.SCHEMA_REVISION) > 1:
-            raise FailedPrecondition(f"the scheduler speaks schema revision {welcome.schema_revision}")
+        if not frame.HasField("welcome"):
+            raise FailedPrecondition("the scheduler did not begin with a welcome")
+        check_revision(welcome.schema_revision, "scheduler")
         for name in ("model_id", "tokenizer_fingerprint"):
             ours, theirs = getattr(self._hello, name), getattr(welcome, name)
             if ours and theirs and ours != theirs:

@@ -12,9 +12,10 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 
 from tokenloom.api.v1 import inference_pb2
-from tokenloom.common.errors import FailedPrecondition, Internal, InvalidArgument, TokenloomError
+from tokenloom.common.errors import Internal, InvalidArgument, TokenloomError
+from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer.auth import Authenticator
-from tokenloom.tokenizer.convert import SCHEMA_REVISION, EventConverter, session_start
+from tokenloom.tokenizer.convert import EventConverter, session_start
 from tokenloom.tokenizer.events import Failed
 from tokenloom.tokenizer.generation import GenerationService
 from tokenloom.tokenizer.outbox import Batch, Outbox, RequestSink, size_of
@@ -99,9 +100,7 @@ class GatewaySession:
             raise InvalidArgument("the session did not begin with a hello") from None
         if not first.HasField("hello"):
             raise InvalidArgument("the session did not begin with a hello")
-        if abs(first.hello.schema_revision - SCHEMA_REVISION) > 1:
-            theirs = first.hello.schema_revision
-            raise FailedPrecondition(f"the gateway speaks schema revision {theirs}, this stage {SCHEMA_REVISION}")
+        check_revision(first.hello.schema_revision, "gateway")
         log.info("gateway session opened by %s", first.hello.client_id)
         return first
 
