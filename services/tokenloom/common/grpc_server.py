@@ -29,7 +29,6 @@ else:
     Handler, Interceptor = grpc.RpcMethodHandler, grpc.aio.ServerInterceptor
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 _HEALTH = "/grpc.health.v1.Health/"
-_REFLECTION = "/grpc.reflection."
 
 
 class GrpcServer:
@@ -135,7 +134,7 @@ class ErrorInterceptor(Interceptor):
         """Wrap the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith((_HEALTH, _REFLECTION)):
+        if handler is None or method.startswith(_HEALTH):
             return handler
         behaviour: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
 

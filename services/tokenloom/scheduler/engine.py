@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from tokenloom.common.errors import (
+    Cancelled,
     FailedPrecondition,
     Internal,
     InvalidArgument,
@@ -32,7 +33,7 @@ from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, SchedulerO
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused
 from tokenloom.scheduler.core.scheduler import Scheduler
 from tokenloom.scheduler.frames import FinishedRow, TokenRow
-from tokenloom.scheduler.sessions import Stream, TokenizerSession
+from tokenloom.scheduler.sessions import OUTBOX_BYTES, Stream, TokenizerSession
 from tokenloom.scheduler.tracing import StepTracer, end_request_span
 from tokenloom.scheduler.watchers import StepWatchers
 
@@ -86,6 +87,8 @@ class Engine:
     def open_session(self, session: TokenizerSession) -> None:
         """A tokenizer connected."""
         self._sessions.add(session)
+        if self._is_draining:
+            session.outbox.drain()
         log.info("session of %s opened", session.client_id)
 
     def lose_session(self, session: TokenizerSession) -> None:
@@ -96,21 +99,39 @@ class Engine:
         session.streams.clear()
         for stream in left:
             stream.session = None
+            stream.num_losses += 1
         log.info("session of %s ended with %d requests alive", session.client_id, len(left))
         if left:
-            self._loop.call_later(self._settings.takeover_s, self._abort_orphans, left)
+            losses = [(stream, stream.num_losses) for stream in left]
+            self._loop.call_later(self._settings.takeover_s, self._abort_orphans, losses)
 
-    def _abort_orphans(self, streams: Iterable[Stream]) -> None:
-        for stream in streams:
-            if stream.session is None:
+    def _abort_orphans(self, losses: Iterable[tuple[Stream, int]]) -> None:
+        """End the requests that nobody took over since this very loss."""
+        for stream, num_losses in losses:
+            is_orphan = stream.session is None and stream.num_losses == num_losses
+            if is_orphan and self._streams.get(stream.request.request_id) is stream:
                 self._end(stream.request.request_id, FinishReason.ABORTED)
         self._pump_soon()
+
+    def _close_session(self, session: TokenizerSession) -> None:
+        """Give up on a reader that does not read."""
+        log.warning("session of %s does not read; closing it", session.client_id)
+        session.outbox.fail(
+            ResourceExhausted(f"the session was not read: over {OUTBOX_BYTES >> 20} MiB waited", reason="SLOW_READER")
+        )
+        session.on_closed()
+        self.lose_session(session)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, session: TokenizerSession, stream: Stream, *, is_resubmission: bool) -> None:
         """Take a new request, or take over a living one of the same id; a refusal goes into the outbox."""
         known = self._streams.get(stream.request.request_id)
+        if known is not None and known.request.prompt_token_ids != stream.request.prompt_token_ids:
+            error = FailedPrecondition("the request id is in use for another prompt", field="request_id")
+            session.outbox.reject(stream.handle, error)
+            end_request_span(stream, error)
+            return
         if known is not None:
             self.attach(session, stream.handle, stream.request.request_id, len(stream.request.output_token_ids))
             end_request_span(stream)
@@ -147,13 +168,22 @@ class Engine:
             )
             return
         if stream.session is not None:
-            stream.session.streams.pop(stream.handle, None)
+            self._supersede(stream, stream.session)
         stream.session, stream.handle = session, handle
         session.streams[handle] = stream
         if stream.request.num_cached_tokens is not None:
             session.outbox.accept(handle, stream.request.num_cached_tokens)
+        for run in stream.told_prompt:
+            session.outbox.add_prompt_logprobs(handle, run)
         for row in stream.rows_since(from_token_index):
             session.outbox.add_tokens(dataclasses.replace(row, handle=handle))
+
+    def _supersede(self, stream: Stream, session: TokenizerSession) -> None:
+        """Tell a living session that another one reads its request from now on."""
+        session.streams.pop(stream.handle, None)
+        error = Cancelled("another session took the request over", reason="SUPERSEDED")
+        num_generated = len(stream.request.output_token_ids)
+        session.outbox.finish(FinishedRow(stream.handle, FinishReason.ERROR, num_generated, error))
 
     def finish(self, session: TokenizerSession, handle: int, reason: FinishReason) -> None:
         """A tokenizer found the end of a request, or its client went away. Unknown handles have ended already."""
@@ -222,7 +252,7 @@ class Engine:
         if self.core is None:
             self.core = Scheduler(capabilities.scheduler_config(self._settings), num_blocks)
         else:
-            for output in self.core.reset(num_blocks):
+            for output in self.core.reset(num_blocks, capabilities.scheduler_config(self._settings)):
                 self._tell(output)
         self._sent_s.clear()
         self.is_executor_up = True
@@ -333,14 +363,15 @@ class Engine:
                 stream.first_token_s = self._loop.time()
                 metrics.TIME_TO_FIRST_TOKEN.observe(stream.first_token_s - stream.submitted_s)
                 stream.span.add_event("first_token")
+        if output.prompt_logprobs is not None:
+            stream.told_prompt.append(output.prompt_logprobs)
         session = stream.session
         if session is not None:
             self._fill_outbox(session, stream.handle, row, output)
         if output.finish_reason is not None:
             self._forget(stream, output)
-        if session is not None and session.outbox.is_overflown:
-            log.warning("session of %s does not read; closing it", session.client_id)
-            self.lose_session(session)
+        if session is not None and session.outbox.is_overflown and session in self._sessions:
+            self._close_session(session)
 
     def _fill_outbox(self, session: TokenizerSession, handle: int, row: TokenRow | None, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None:

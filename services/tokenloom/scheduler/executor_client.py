@@ -88,9 +88,13 @@ class ExecutorClient:
                 await self._exchange(call, events)
                 raise Unavailable("the executor ended the stream")
             except grpc.aio.AioRpcError as error:
-                self._report(str(from_rpc_error(error)))
+                problem = from_rpc_error(error)
+                self._report(str(problem), is_expected=isinstance(problem, Unavailable))
             except TokenloomError as error:
-                self._report(str(error))
+                self._report(str(error), is_expected=isinstance(error, Unavailable))
+            except Exception:  # whatever it was, a new epoch starts from the tokens that are known
+                log.exception("unexpected error in the exchange with executor %s", self._address)
+                self._last_problem = "unexpected error"
             finally:
                 await channel.close()
             if is_up:
@@ -144,9 +148,9 @@ class ExecutorClient:
         while True:
             await call.write(await self._outgoing.get())
 
-    def _report(self, problem: str) -> None:
-        """Log a problem once, not at each attempt; while the stack starts it is none yet."""
+    def _report(self, problem: str, is_expected: bool) -> None:
+        """Log a problem once, not at each attempt; that nobody listens yet is none while the stack starts."""
         if problem != self._last_problem:
-            level = logging.WARNING if self._was_up else logging.INFO
+            level = logging.INFO if is_expected and not self._was_up else logging.WARNING
             log.log(level, "executor %s: %s", self._address, problem)
         self._last_problem = problem

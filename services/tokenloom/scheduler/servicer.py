@@ -48,12 +48,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 self._engine.core.config.max_num_waiting,
             )
         )
-        self._engine.open_session(session)
         reader = asyncio.create_task(self._read(request_iterator, session, capabilities))
+        session.on_closed = reader.cancel
+        self._engine.open_session(session)
         try:
             while (frame := await session.outbox.take()) is not None:
                 yield convert.response_of(frame)
-            if reader.done():
+            if reader.done() and not reader.cancelled():
                 reader.result()
         finally:
             reader.cancel()
@@ -68,7 +69,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if not first.HasField("hello"):
             raise InvalidArgument("a session begins with Hello", field="hello")
         capabilities = self._engine.capabilities
-        if capabilities is None or not self._engine.is_ready:
+        if capabilities is None:
             raise Unavailable("the engine is not ready: it waits for its executor", retry_after_s=1.0)
         hello = first.hello
         mine = {

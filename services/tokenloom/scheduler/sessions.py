@@ -6,11 +6,12 @@ another session submits or attaches with the same request id and is told the tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from tokenloom.scheduler.core.request import Request
+from tokenloom.scheduler.core.request import PromptLogprobs, Request
 from tokenloom.scheduler.frames import Outbox, TokenRow
 
 OUTBOX_BYTES = 16 << 20
@@ -26,6 +27,8 @@ class Stream:
         submitted_s: when it was taken, on the engine's clock.
         span: the request's span in this stage.
         told: rows with logprobs, kept for a session that takes the request over; ids alone are in the request.
+        told_prompt: runs of prompt logprobs, likewise.
+        num_losses: how often its session was lost; tells takeover timers apart.
     """
 
     request: Request
@@ -37,6 +40,8 @@ class Stream:
     has_begun: bool = False
     first_token_s: float | None = None
     told: list[TokenRow] = field(default_factory=list)
+    told_prompt: list[PromptLogprobs] = field(default_factory=list)
+    num_losses: int = 0
 
     def rows_since(self, token_index: int) -> list[TokenRow]:
         """What a new reader lacks, which has the tokens before `token_index`."""
@@ -48,8 +53,13 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class TokenizerSession:
-    """One tokenizer process's stream of frames."""
+    """One tokenizer process's stream of frames.
+
+    Args:
+        on_closed: stops reading the tokenizer's frames, when the engine closes the session.
+    """
 
     client_id: str
+    on_closed: Callable[[], object] = lambda: None
     outbox: Outbox = field(default_factory=lambda: Outbox(OUTBOX_BYTES))
     streams: dict[int, Stream] = field(default_factory=dict)

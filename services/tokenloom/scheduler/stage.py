@@ -57,6 +57,6 @@ class SchedulerStage:
 
     async def _follow_readiness(self) -> None:
         while True:
+            self.engine.readiness_changed.clear()  # first, so that a change during the call is not lost
             await self.server.set_serving(self.engine.is_ready)
-            self.engine.readiness_changed.clear()
             await self.engine.readiness_changed.wait()

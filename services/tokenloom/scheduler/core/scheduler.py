@@ -357,14 +357,16 @@ class Scheduler:
         del self._requests[request.request_id]
         return RequestOutput(request, len(request.output_token_ids), finish_reason=reason, error=error)
 
-    def reset(self, num_blocks: int) -> list[RequestOutput]:
+    def reset(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
         """The executor was lost: nothing in flight will come back and no block holds anything.
 
         Running requests go back to the queue, in their old order, and start again from the tokens they have.
 
         Args:
             num_blocks: blocks of the new executor; what no longer fits into them ends with an error.
+            config: the limits that hold with it; None: the old ones.
         """
+        self.config = config or self.config
         self.plans_in_flight.clear()
         self._released_row_ids = []
         self.kv = KVCache(num_blocks, self.config.block_size)
