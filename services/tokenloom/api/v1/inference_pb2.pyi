@@ -795,10 +795,15 @@ class SessionStart(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the gateway, never reused in a session."""
     key_digest: _builtins.bytes
     """SHA-256 of the caller's key; empty if the caller sent none."""
+    age_ms: _builtins.int
+    """Since when the gateway has had this request, when it is sent again after a lost stage. Such a request was counted
+    before, so bounds on what is new leave it out. Absent: a new request.
+    """
     @_builtins.property
     def trace(self) -> _common_pb2.TraceContext:
         """The caller's trace."""
@@ -819,13 +824,19 @@ class SessionStart(_message.Message):
         trace: _common_pb2.TraceContext | None = ...,
         chat: Global___ChatRequest | None = ...,
         complete: Global___CompleteRequest | None = ...,
+        age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "complete", b"complete", "request", b"request", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "age_ms", b"age_ms", "chat", b"chat", "complete", b"complete", "request", b"request", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "complete", b"complete", "handle", b"handle", "key_digest", b"key_digest", "request", b"request", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "age_ms", b"age_ms", "chat", b"chat", "complete", b"complete", "handle", b"handle", "key_digest", b"key_digest", "request", b"request", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
+    _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["chat", "complete"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_ms) -> _WhichOneofReturnType__age_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
 Global___SessionStart: _TypeAlias = SessionStart  # noqa: Y015
