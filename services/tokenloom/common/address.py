@@ -25,6 +25,11 @@ class Address:
         """A Unix socket."""
         return bool(self.path)
 
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can reach it."""
+        return self.is_unix or self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         if self.path:
             return f"unix:{self.path}"

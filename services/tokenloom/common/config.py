@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import typing
@@ -89,6 +90,39 @@ def non_negative_int(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """Read a TCP port, 1 to 65535."""
+    if not 1 <= (value := int(text)) <= 65535:
+        raise ValueError
+    return value
+
+
+def optional_port_number(text: str) -> int:
+    """Read a TCP port, or 0 for none."""
+    return 0 if text.strip() == "0" else port_number(text)
+
+
+def positive_seconds(text: str) -> float:
+    """Read a finite time above 0 s."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError
+    return value
+
+
+def non_negative_seconds(text: str) -> float:
+    """Read a finite time of at least 0 s."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return value
+
+
+def parse_api_key(text: str) -> str:
+    """Read a key. An empty one would open the interface to everybody, and a comma parts keys in a variable."""
+    if not text or text != text.strip() or "," in text:
+        raise ValueError
+    return text
+
+
 @dataclass(frozen=True)
 class ProcessSettings:
     """What every stage's process is told."""
@@ -98,7 +132,9 @@ class ProcessSettings:
     log_format: str = setting("console", "How log lines are written.", choices=("console", "json"))
     cluster_token: str = setting("", "Credential between stages; empty: stages trust their callers.", secret=True)
     otlp_endpoint: str = setting("", "OpenTelemetry collector (gRPC, http://host:4317); empty: no export.")
-    grace_s: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.")
+    grace_s: float = setting(
+        30.0, "Seconds that running requests get to finish after SIGTERM.", parse=non_negative_seconds
+    )
     parent_fd: int = setting(-1, "Inherited pipe; the stage stops when its other end closes.", hidden=True)
 
 
@@ -168,7 +204,8 @@ def _read(name: str, info: dict[str, Any], default: Any, given: Mapping[str, Any
     if text is None and (text := environ.get(env_name(name))) is not None:
         source = env_name(name)
         if isinstance(default, tuple):
-            text = [part.strip() for part in text.split(",") if part.strip()]
+            parts = [part.strip() for part in text.split(",")]
+            text = parts if info["parse"] else [part for part in parts if part]
     if text is None:
         return default
     if isinstance(text, list):
@@ -196,6 +233,11 @@ def _accepted_form(convert: Parser) -> str:
         float: "a number",
         positive_int: "a whole number of at least 1",
         non_negative_int: "a whole number of at least 0",
+        port_number: "a port, 1 to 65535",
+        optional_port_number: "a port, 1 to 65535, or 0 for none",
+        positive_seconds: "a number of seconds above 0",
+        non_negative_seconds: "a number of seconds of at least 0",
+        parse_api_key: "a key without commas or blanks around it, not an empty one",
     }
     return forms.get(convert, "")
 

@@ -38,8 +38,9 @@ class GrpcServer:
         address: where to listen, `unix:PATH` (made with mode 0600) or `host:port`, several with commas between; port 0
             takes a free one.
         services: (add_X_to_server, servicer, full service name) of each service.
-        cluster_token: credential that callers of every service must send; empty: none is asked for. Health is always
-            open.
+        cluster_token: credential that callers of every service must send; health is always open. Empty: none is asked
+            for, and only Unix sockets and loopback addresses are listened at. None: the services ask for keys of
+            their own.
         max_message_bytes: limit in both directions.
     """
 
@@ -48,11 +49,12 @@ class GrpcServer:
         address: str,
         services: Sequence[Service],
         *,
-        cluster_token: str = "",
+        cluster_token: str | None = None,
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     ) -> None:
         self._addresses = [parse_address(part.strip()) for part in address.split(",")]
         self._names = [name for _, _, name in services]
+        self._is_unguarded = cluster_token == ""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         interceptors: list[Interceptor] = [ErrorInterceptor()]
         if cluster_token:
@@ -70,6 +72,10 @@ class GrpcServer:
         Raises: SetupError if the address is taken or not ours to take.
         """
         for address in self._addresses:
+            if self._is_unguarded and not address.is_local:
+                raise SetupError(
+                    f"{address} can be reached from outside: set --cluster-token, or listen at 127.0.0.1 or unix:PATH"
+                )
             self._bind(address)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)

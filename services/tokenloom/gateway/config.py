@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, parse_bytes, positive_int, setting
+from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, setting
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class GatewayConfig:
     tokenizer: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "Addresses of tokenizer stages, host:port or unix:PATH; several may be comma separated."
     )
-    api_key: tuple[str, ...] = setting((), "Key that callers of /v1 must send; none: open.", secret=True)
+    api_key: tuple[str, ...] = setting((), "Key that callers of /v1 must send; none: open.", parse=parse_api_key, secret=True)
     metrics_from: tuple[str, ...] = setting((), "Metrics addresses of other stages, whose pages /metrics appends.")
     max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", parse=parse_bytes)
     body_timeout_s: float = setting(60.0, "Seconds in which a request's body must have arrived.")

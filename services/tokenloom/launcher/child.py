@@ -62,6 +62,8 @@ class Child:
                 pass_fds=(self._parent_fd,),
                 start_new_session=True,
             )
+            if self._is_stopping:  # told to while the process was being made
+                self._process.terminate()
             code = await self._process.wait()
             if self._is_stopping or (code == EXIT_SETUP and self._is_fatal()):
                 return code
@@ -88,6 +90,12 @@ class Child:
             log.warning("%s did not stop within %.0f s; killing it", self.name, grace_s)
             process.kill()
             await process.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._is_stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
 
 def _how_it_ended(code: int) -> str:

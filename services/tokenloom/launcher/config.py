@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import non_negative_int, setting
+from tokenloom.common.config import (
+    non_negative_int,
+    non_negative_seconds,
+    optional_port_number,
+    parse_api_key,
+    port_number,
+    positive_seconds,
+    setting,
+)
 from tokenloom.common.model_files import EMBEDDED
 
 
@@ -17,10 +25,12 @@ class ServeSettings:
     """All settings of `tokenloom serve`."""
 
     host: str = setting("127.0.0.1", "Address of the HTTP server.")
-    port: int = setting(8000, "Port of the HTTP server.", parse=non_negative_int)
-    grpc_port: int = setting(0, "Port of the public gRPC API on the same address; 0: none.", parse=non_negative_int)
+    port: int = setting(8000, "Port of the HTTP server.", parse=port_number)
+    grpc_port: int = setting(0, "Port of the public gRPC API on the same address; 0: none.", parse=optional_port_number)
     model: str = setting(EMBEDDED, "Folder (safetensors or one GGUF), GGUF file, hub id, or the word embedded.")
-    api_key: tuple[str, ...] = setting((), "Key that callers must send; none: open to everybody.", secret=True)
+    api_key: tuple[str, ...] = setting(
+        (), "Key that callers must send; none: open to everybody.", parse=parse_api_key, secret=True
+    )
     dtype: str = setting(
         "", "Number format of weights and KV: bfloat16, float32 or auto; empty: the executor's default."
     )
@@ -34,5 +44,9 @@ class ServeSettings:
     )
     log_format: str = setting("console", "How log lines are written.", choices=("console", "json"))
     otlp_endpoint: str = setting("", "OpenTelemetry collector (gRPC, http://host:4317); empty: no export.")
-    grace_s: float = setting(30.0, "Seconds that running requests get to finish when the stack is stopped.")
-    start_timeout_s: float = setting(600.0, "Seconds that all stages together may take to become ready.")
+    grace_s: float = setting(
+        30.0, "Seconds that running requests get to finish when the stack is stopped.", parse=non_negative_seconds
+    )
+    start_timeout_s: float = setting(
+        600.0, "Seconds that all stages together may take to become ready.", parse=positive_seconds
+    )

@@ -57,11 +57,14 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
     for name in STAGES[:3]:
         argv[name] += _flags({"listen": listen[name], "metrics_listen": pages[name]})
         argv["gateway"] += _flags({"metrics_from": pages[name]})
-    secrets_of_stack = {"cluster_token": secrets.token_hex(32), "api_key": ",".join(settings.api_key)}
-    environ = child_environ(**{env_name(name): value for name, value in secrets_of_stack.items()})
+    environ = child_environ(**{env_name("cluster_token"): secrets.token_hex(32)})
+    environ.pop(env_name("api_key"), None)
+    if settings.api_key:
+        environ[env_name("api_key")] = ",".join(settings.api_key)
     return StackPlan(argv, environ, sockets)
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    """Flags for all values that are set; an empty text or 0 leaves the stage's own default."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value not in ("", 0)]
+    """Flags for all values that are set; an empty text, or 0 for a count, leaves the stage's own default."""
+    is_set = {name: value != "" and (value != 0 or isinstance(value, float)) for name, value in values.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if is_set[name]]

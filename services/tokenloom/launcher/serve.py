@@ -84,7 +84,7 @@ class Stack:
         told_to_stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told_to_stop.set)
+            loop.add_signal_handler(number, self._on_signal, told_to_stop)
         _say(f"starting {self._model_id}; stages: {', '.join(STAGES)}")
         supervised = [asyncio.create_task(child.supervise()) for child in self._children]
         progress = asyncio.create_task(self._report_progress())
@@ -96,6 +96,13 @@ class Stack:
             stopping.cancel()
             await self._stop()
             await asyncio.gather(*supervised)
+
+    def _on_signal(self, told_to_stop: asyncio.Event) -> None:
+        """The first signal stops the stack in order, a second one at once."""
+        if told_to_stop.is_set():
+            for child in self._children:
+                child.kill()
+        told_to_stop.set()
 
     async def _until_end(
         self, supervised: list[asyncio.Task[int]], progress: asyncio.Task[None], stopping: asyncio.Task[bool]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, non_negative_int, positive_int, setting
+from tokenloom.common.config import (
+    ProcessSettings,
+    non_negative_int,
+    non_negative_seconds,
+    positive_int,
+    positive_seconds,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -25,5 +32,9 @@ class SchedulerSettings:
         0, "KV blocks to use, the null block included; 0: all that the executor has.", parse=non_negative_int
     )
     plans_in_flight: int = setting(2, "Plans that the executor has at a time, 1 to 3.", parse=positive_int)
-    takeover_s: float = setting(10.0, "Seconds that requests of a lost session wait for a new one.")
-    step_timeout_s: float = setting(120.0, "Seconds without a step's result after which the executor counts as lost.")
+    takeover_s: float = setting(
+        10.0, "Seconds that requests of a lost session wait for a new one.", parse=non_negative_seconds
+    )
+    step_timeout_s: float = setting(
+        120.0, "Seconds without a step's result after which the executor counts as lost.", parse=positive_seconds
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, parse_bytes, positive_int, setting
+from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, setting
 from tokenloom.common.model_files import EMBEDDED
 
 
@@ -17,7 +17,7 @@ class TokenizerConfig:
     listen: str = setting("127.0.0.1:50051", "Where to serve: host:port or unix:PATH.")
     scheduler: str = setting("127.0.0.1:50052", "Address of the scheduler.")
     api_key: tuple[str, ...] = setting(
-        (), "Key that clients must send; without keys the interface is open.", secret=True
+        (), "Key that clients must send; without keys the interface is open.", parse=parse_api_key, secret=True
     )
     takeover_limit_s: float = setting(30.0, "Seconds that requests in flight wait for a lost scheduler to come back.")
     max_active_choices: int = setting(4096, "Choices in flight before requests are refused.", parse=positive_int)

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from tokenloom.common.config import ProcessSettings, parse, parse_bytes, positive_int, setting
+from tokenloom.common.config import (
+    ProcessSettings,
+    optional_port_number,
+    parse,
+    parse_api_key,
+    parse_bytes,
+    positive_int,
+    positive_seconds,
+    setting,
+)
 from tokenloom.common.errors import SetupError
 
 
@@ -17,6 +26,9 @@ class Settings:
     is_fast: bool = setting(False, "Hurry.")
     kind: str = setting("a", "Which.", choices=("a", "b"))
     api_key: tuple[str, ...] = setting((), "Keys.", secret=True)
+    key: tuple[str, ...] = setting((), "Keys.", parse=parse_api_key, secret=True)
+    port: int = setting(0, "Port.", parse=optional_port_number)
+    limit_s: float = setting(1.0, "Limit.", parse=positive_seconds)
     secret_number: int = setting(0, "Hidden.", secret=True)
 
 
@@ -63,6 +75,13 @@ def test_switches_take_a_word_or_none(argv: list[str], value: bool) -> None:
         (["--cache", "1 parsec"], ["--cache", "1 parsec", "1GiB"]),
         (["--kind", "c"], ["--kind", "'c'", "a, b"]),
         (["--is-fast", "maybe"], ["--is-fast", "'maybe'", "true or false"]),
+        (["--port", "70000"], ["--port", "'70000'", "1 to 65535"]),
+        (["--limit-s", "nan"], ["--limit-s", "'nan'", "above 0"]),
+        (["--limit-s", "inf"], ["--limit-s", "'inf'", "above 0"]),
+        (["--limit-s", "0"], ["--limit-s", "'0'", "above 0"]),
+        (["--grace-s", "-1"], ["--grace-s", "'-1'", "at least 0"]),
+        (["--key", ""], ["--key", "not an empty one"]),
+        (["--key", "a,b"], ["--key", "without commas"]),
         (["--unknown", "1"], ["--unknown", "--help"]),
     ],
 )
@@ -76,6 +95,12 @@ def test_a_malformed_value_names_setting_value_and_form(argv: list[str], words: 
 def test_a_malformed_variable_is_named_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENLOOM_RATIO", "much")
     with pytest.raises(SetupError, match="TOKENLOOM_RATIO"):
+        read()
+
+
+def test_an_empty_key_in_the_environment_does_not_open_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENLOOM_KEY", "")
+    with pytest.raises(SetupError, match="TOKENLOOM_KEY"):
         read()
 
 

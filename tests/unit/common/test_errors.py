@@ -108,6 +108,9 @@ def test_health_needs_no_credential_and_everything_else_does(tmp_path: Path) -> 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Initialize(executor_pb2.InitializeRequest(), metadata=bearer_metadata(token), timeout=5)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")()
+        await reflection.write(b"")
+        assert await reflection.code() == grpc.StatusCode.UNAUTHENTICATED
         await stub.Initialize(executor_pb2.InitializeRequest(), metadata=bearer_metadata("secret"), timeout=5)
         await channel.close()
         await server.stop(0)

@@ -51,6 +51,19 @@ def test_a_server_may_listen_at_several_addresses(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_an_internal_service_is_not_open_to_other_machines_without_a_credential() -> None:
+    async def test() -> None:
+        for address in ("0.0.0.0:0", ":0", "127.0.0.1:0,0.0.0.0:0"):
+            with pytest.raises(SetupError, match="--cluster-token"):
+                await GrpcServer(address, SERVICES, cluster_token="").start()
+        for address, token in (("0.0.0.0:0", "secret"), ("127.0.0.1:0", ""), ("0.0.0.0:0", None)):
+            server = GrpcServer(address, SERVICES, cluster_token=token)
+            await server.start()
+            await server.stop(0)
+
+    asyncio.run(test())
+
+
 def test_a_taken_address_is_a_setup_error(tmp_path: Path) -> None:
     async def test(address: str) -> None:
         with pytest.raises(SetupError, match=address.rpartition(":")[2]):

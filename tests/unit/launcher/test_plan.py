@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tokenloom.launcher.config import ServeSettings
 from tokenloom.launcher.plan import STAGES, plan_stack
 
@@ -27,6 +29,15 @@ def test_no_secret_stands_in_a_command_line() -> None:
     words = " ".join(flag for argv in plan.argv.values() for flag in argv)
     assert "hunter" not in words
     assert token not in words
+
+
+def test_stages_are_open_only_if_no_key_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENLOOM_API_KEY", "inherited")
+    assert "TOKENLOOM_API_KEY" not in plan_stack(ServeSettings(), RUN).environ
+
+
+def test_no_grace_is_not_the_default_grace() -> None:
+    assert "--grace-s=0.0" in plan_stack(ServeSettings(grace_s=0.0), RUN).argv["executor"]
 
 
 def test_what_is_not_set_keeps_the_stages_own_default() -> None:
