@@ -49,6 +49,8 @@ def continuation(prompt_token_ids: list[int], count: int, vocab_size: int = 1000
 class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     """An executor without a model. It checks the protocol's rules as it goes and remembers every plan.
 
+    What breaks a rule goes into `violations`: an exception here would only look like a lost executor to the scheduler.
+
     Args:
         hold_back: a result is sent only when so many later plans have arrived; with the last plans, when no more come,
             only `release()` lets them go.
@@ -84,13 +86,25 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.hold_back = hold_back
         self.step_s = step_s
         self.plans: list[executor_pb2.ExecuteRequest] = []
+        self.violations: list[str] = []
         self.most_waiting = 0
         self.row_errors: dict[str, common_pb2.Error] = {}
         self.step_errors: deque[common_pb2.Error] = deque()
         self._counter = 0
+        self._num_epochs_before = 0
         self._ids: dict[int, list[int]] = {}
+        self._failed: set[int] = set()
+        self._blocks: dict[int, list[int]] = {}
         self._names: dict[int, str] = {}
         self._num_logprobs: dict[int, int] = {}
+
+    def restart_counting(self) -> None:
+        """The epochs so far were meant."""
+        self._num_epochs_before = self._counter - 1
+
+    @property
+    def num_epochs(self) -> int:
+        return self._counter - self._num_epochs_before
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +116,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def Initialize(self, request: Any, context: Any) -> executor_pb2.InitializeResponse:
         self._counter += 1
         self._ids.clear()
+        self._blocks.clear()
         return executor_pb2.InitializeResponse(epoch=self._epoch())
 
     async def Execute(
@@ -141,26 +156,58 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             raise FailedPrecondition("the plan is of another epoch")
         response = executor_pb2.ExecuteResponse(step_id=plan.step_id)
         for row_id in plan.finished_row_ids:
-            del self._ids[row_id]
+            self._check(row_id in self._ids, plan, f"row {row_id} is finished and unknown")
+            self._ids.pop(row_id, None)
+            self._blocks.pop(row_id, None)
         for row in plan.new_rows:
-            assert row.row_id not in self._ids
+            self._check(row.row_id not in self._ids, plan, f"row {row.row_id} is new and known")
+            self._blocks[row.row_id] = []
             self._ids[row.row_id] = [*row.prompt_token_ids, *row.generated_token_ids]
             self._names[row.row_id] = row.request_id
             if row.sampling.HasField("num_logprobs"):
                 self._num_logprobs[row.row_id] = row.sampling.num_logprobs
         if self.step_errors:
             response.step_error.CopyFrom(self.step_errors.popleft())
+            self._failed.update(plan.row_ids)
             return response
-        columns = zip(plan.row_ids, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.feeds_back, strict=True)
-        for row_id, num_scheduled, num_computed, _ in columns:
-            self._run_row(row_id, num_computed + num_scheduled, response)
+        self._check(sum(plan.num_scheduled_tokens) <= self.capabilities.max_num_batched_tokens, plan, "over the budget")
+        self._check(len(plan.row_ids) <= self.capabilities.max_num_seqs, plan, "too many rows")
+        columns = zip(
+            plan.row_ids,
+            plan.num_scheduled_tokens,
+            plan.num_computed_tokens,
+            plan.feeds_back,
+            plan.num_new_blocks,
+            strict=True,
+        )
+        at = 0
+        for row_id, num_scheduled, num_computed, feeds_back, num_new_blocks in columns:
+            end = num_computed + num_scheduled
+            blocks = self._blocks.setdefault(row_id, [])
+            blocks += plan.new_block_ids[at : at + num_new_blocks]
+            at += num_new_blocks
+            room = len(blocks) * self.capabilities.block_size
+            self._check(num_scheduled >= 1, plan, f"row {row_id} computes nothing")
+            self._check(end <= room, plan, f"row {row_id} has room for {room} tokens and computes up to {end}")
+            self._check(len(set(blocks)) == len(blocks) and 0 not in blocks, plan, f"row {row_id} has blocks {blocks}")
+            if row_id in self._failed:  # it was in flight behind the plan that failed
+                response.row_errors.add(row_id=row_id, error=common_pb2.Error(code=13, message="failed before"))
+                continue
+            self._check(end <= len(self._ids[row_id]), plan, f"row {row_id} computes tokens that nobody knows")
+            self._check(not feeds_back or end == len(self._ids[row_id]), plan, f"row {row_id} feeds back too early")
+            self._run_row(row_id, end, response)
+        self._check(at == len(plan.new_block_ids), plan, "blocks that belong to no row")
         return response
+
+    def _check(self, is_kept: bool, plan: executor_pb2.ExecuteRequest, rule: str) -> None:
+        if not is_kept:
+            self.violations.append(f"plan {plan.step_id}: {rule}")
 
     def _run_row(self, row_id: int, end: int, response: executor_pb2.ExecuteResponse) -> None:
         ids = self._ids[row_id]
-        assert end <= len(ids), "a plan computes tokens that nobody knows"
         if (error := self.row_errors.get(self._names[row_id])) is not None:
             response.row_errors.add(row_id=row_id, error=error)
+            self._failed.add(row_id)
         elif end == len(ids):
             token_id = next_token(ids, self.capabilities.vocab_size)
             ids.append(token_id)

@@ -19,6 +19,7 @@ from tokenloom.common.channel import bearer_metadata, make_channel
 from tokenloom.common.config import ProcessSettings
 from tokenloom.common.errors import from_rpc_error
 from tokenloom.common.grpc_server import GrpcServer
+from tokenloom.scheduler import sessions
 from tokenloom.scheduler.config import SchedulerSettings
 from tokenloom.scheduler.stage import SchedulerStage
 
@@ -57,6 +58,8 @@ async def scheduler_on(
     finally:
         await stage.stop()
         await server.stop(0.1)
+    assert not executor.violations, executor.violations
+    assert executor.num_epochs == 1, "the scheduler lost its executor"
 
 
 class Tokenizer:
@@ -260,11 +263,11 @@ def test_a_deadline_ends_a_request_also_while_it_waits(tmp_path: Path) -> None:
             tokenizer = Tokenizer(tmp_path)
             await tokenizer.open()
             await tokenizer.send(
-                submits=[submit(1, [5], 200, remaining_time_ms=150), submit(2, [6], 10, remaining_time_ms=50)]
+                submits=[submit(1, [5], 240, remaining_time_ms=1000), submit(2, [6], 10, remaining_time_ms=50)]
             )
             await tokenizer.read_until_ended(1, 2)
             assert tokenizer.finished[1].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
-            assert 0 < len(tokenizer.tokens[1]) < 200
+            assert 0 < len(tokenizer.tokens[1]) < 240
             assert tokenizer.finished[2].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
             assert 2 not in tokenizer.tokens
             await tokenizer.close()
@@ -323,6 +326,47 @@ def test_a_row_error_fails_its_request_alone(tmp_path: Path) -> None:
             await tokenizer.close()
 
     run(test())
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor()
+        async with scheduler_on(tmp_path, executor):
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            executor.step_errors.append(common_pb2.Error(code=13, message="out of memory"))
+            await tokenizer.send(submits=[submit(1, [5], 10)])
+            await tokenizer.read_until_ended(1)
+            assert "out of memory" in tokenizer.finished[1].error.message
+            await tokenizer.send(submits=[submit(2, [6], 10)])
+            await tokenizer.read_until_ended(2)
+            assert tokenizer.tokens == {2: continuation([6], 10)}
+            await tokenizer.close()
+
+    run(test())
+
+
+def test_a_result_that_makes_no_sense_begins_a_new_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected exception must not leave the engine standing still while it says that it serves."""
+
+    async def test() -> None:
+        executor = FakeExecutor(step_s=0.01)
+        server = await serve_executor(tmp_path, executor)
+        async with scheduler_on(tmp_path, executor, executor_server=server) as stage:
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            await tokenizer.send(submits=[submit(1, [5], 20)])
+            await tokenizer.read()
+            assert stage.engine.core is not None
+            stage.engine.core.plans_in_flight[0].step_id += 100
+            await tokenizer.read_until_ended(1)
+            assert tokenizer.tokens[1] == continuation([5], 20)
+            assert executor.num_epochs == 2
+            executor.restart_counting()
+            await tokenizer.close()
+
+    run(test())
+    assert "unexpected error" in caplog.text
 
 
 def test_an_idle_executor_is_told_which_rows_ended(tmp_path: Path) -> None:
@@ -398,10 +442,89 @@ def test_requests_of_a_lost_session_end_when_nobody_takes_them_over(tmp_path: Pa
             await tokenizer.send(submits=[submit(1, [5], 240)])
             await tokenizer.read()
             await tokenizer.close()
-            await asyncio.wait_for(stage.engine.wait_until_idle(5), 1)
+            await asyncio.wait_for(stage.engine.wait_until_idle(10), 8)
             assert stage.engine.core is not None
             assert stage.engine.core.num_requests == 0
             assert stage.engine.core.kv.pool.num_held_blocks == 0
+
+    run(test())
+
+
+def test_a_takeover_timer_ends_only_what_its_own_loss_orphaned(tmp_path: Path) -> None:
+    """Lost, taken over, lost again: the second loss has its whole time. Ended and begun anew: not the old one's."""
+
+    async def test() -> None:
+        async with scheduler_on(tmp_path, FakeExecutor(step_s=0.01), takeover_s=0.6) as stage:
+
+            async def attach_for_a_while(first: int) -> Tokenizer:
+                tokenizer = Tokenizer(tmp_path)
+                await tokenizer.open()
+                attach = engine_pb2.Attach(handle=first, request_id="request-1", from_token_index=0)
+                await tokenizer.send(attaches=[attach])
+                await tokenizer.read()
+                return tokenizer
+
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            await tokenizer.send(submits=[submit(1, [5], 240)])
+            await tokenizer.read()
+            await tokenizer.close()
+            await asyncio.sleep(0.3)
+            await (await attach_for_a_while(1)).close()
+            await asyncio.sleep(0.45)  # the first loss's time is over, the second one's is not
+            third = await attach_for_a_while(2)
+            assert 2 not in third.rejected
+            await third.send(cancels=[engine_pb2.Cancel(handle=2)])
+            await third.read_until_ended(2)
+            await third.send(submits=[submit(3, [6], 200, request_id="request-1")])
+            await asyncio.sleep(0.4)  # the second loss's time is over, too
+            assert stage.engine.core is not None
+            assert stage.engine.core.find("request-1") is not None
+            await third.close()
+
+    run(test())
+
+
+def test_a_request_that_another_session_takes_over_ends_for_the_first(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with scheduler_on(tmp_path, FakeExecutor(step_s=0.005)):
+            first, second = Tokenizer(tmp_path), Tokenizer(tmp_path)
+            await first.open()
+            await second.open()
+            await first.send(submits=[submit(1, [5], 60)])
+            await first.read()
+            other = submit(8, [6], 60, request_id="request-1")
+            await second.send(submits=[other, submit(7, [5], 60, request_id="request-1")])
+            await first.read_until_ended(1)
+            await second.read_until_ended(7, 8)
+            assert first.finished[1].error.reason == "SUPERSEDED"
+            assert second.tokens[7] == continuation([5], 60)
+            assert second.rejected[8].field == "request_id", "another prompt is another request"
+            await first.close()
+            await second.close()
+
+    run(test())
+
+
+def test_a_session_that_is_not_read_is_closed_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bound this small, the news of one step for 32 requests is more than may wait."""
+    monkeypatch.setattr(sessions, "OUTBOX_BYTES", 4000)
+
+    async def test() -> None:
+        async with scheduler_on(tmp_path, FakeExecutor(), takeover_s=0.1) as stage:
+            slow, other = Tokenizer(tmp_path), Tokenizer(tmp_path)
+            await slow.open()
+            await other.open()
+            await slow.send(submits=[submit(i, [i], 200) for i in range(1, 33)])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await slow.read_until_ended(*range(1, 33))
+            assert from_rpc_error(caught.value).reason == "SLOW_READER"
+            await other.send(submits=[submit(99, [6], 20)])
+            await other.read_until_ended(99)
+            assert other.tokens[99] == continuation([6], 20)
+            await asyncio.wait_for(stage.engine.wait_until_idle(10), 5)
+            await slow.close()
+            await other.close()
 
     run(test())
 
