@@ -186,13 +186,13 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             blocks = self._blocks.setdefault(row_id, [])
             blocks += plan.new_block_ids[at : at + num_new_blocks]
             at += num_new_blocks
+            if row_id in self._failed:  # it was in flight behind the plan that failed
+                response.row_errors.add(row_id=row_id, error=common_pb2.Error(code=13, message="failed before"))
+                continue
             room = len(blocks) * self.capabilities.block_size
             self._check(num_scheduled >= 1, plan, f"row {row_id} computes nothing")
             self._check(end <= room, plan, f"row {row_id} has room for {room} tokens and computes up to {end}")
             self._check(len(set(blocks)) == len(blocks) and 0 not in blocks, plan, f"row {row_id} has blocks {blocks}")
-            if row_id in self._failed:  # it was in flight behind the plan that failed
-                response.row_errors.add(row_id=row_id, error=common_pb2.Error(code=13, message="failed before"))
-                continue
             self._check(end <= len(self._ids[row_id]), plan, f"row {row_id} computes tokens that nobody knows")
             self._check(not feeds_back or end == len(self._ids[row_id]), plan, f"row {row_id} feeds back too early")
             self._run_row(row_id, end, response)
