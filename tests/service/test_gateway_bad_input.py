@@ -17,6 +17,7 @@ from tests.fakes import FAKE_MODEL, fake_tokens
 from tests.service.gateway_stack import GatewayStack, running_gateway
 from tokenloom.common import errors
 from tokenloom.common.auth import digest_of
+from tokenloom.gateway import json_route
 
 CHAT = "/v1/chat/completions"
 USER: Any = {"role": "user", "content": "hi there"}
@@ -106,6 +107,41 @@ def test_a_body_over_the_limit_is_413_by_counting_when_no_length_is_declared(tmp
         error_of(answer)
         fitting = {"messages": [{"role": "user", "content": "x" * (31 << 10)}], "max_tokens": 1}
         assert stack.http.post(CHAT, json=fitting).status_code == 200
+
+
+def test_bodies_in_flight_have_a_bound_together_and_ended_ones_do_not_count(tmp_path: Path) -> None:
+    large = {"messages": [{"role": "user", "content": "x" * (40 << 10)}], "max_tokens": 1, "stream": True}
+    with running_gateway(tmp_path, max_total_body_bytes=64 << 10) as stack:
+        for _ in range(3):
+            assert stack.http.post(CHAT, json=large).status_code == 200
+        stack.do(stack.tokenizer.may_step.clear)
+        with stack.http.stream("POST", CHAT, json=large) as first:
+            assert first.status_code == 200
+            refused = stack.http.post(CHAT, json=large)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert error_of(refused)["type"] == "rate_limit_error"
+            stack.do(stack.tokenizer.may_step.set)
+            assert first.read().endswith(b"data: [DONE]\n\n")
+        stack.wait_for(lambda: stack.http.post(CHAT, json=large).status_code == 200)
+
+
+def test_large_bodies_are_read_outside_the_loops_thread(
+    stack: GatewayStack, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    read = json_route.read_body
+
+    def noting(model: Any, body: bytes) -> Any:
+        names.append(threading.current_thread().name)
+        return read(model, body)
+
+    monkeypatch.setattr(json_route, "read_body", noting)
+    for size in (1, 300 << 10):
+        body = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 1}
+        assert http.post(CHAT, json=body).status_code == 200
+    assert not names[0].startswith("large-work")
+    assert names[1].startswith("large-work")
 
 
 def test_a_body_that_does_not_arrive_is_408(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -26,12 +25,13 @@ from tokenloom.gateway.convert import CallContext, Start, chat_start, completion
 from tokenloom.gateway.delivery import Delivery, Job, StreamDelivery, WholeDelivery
 from tokenloom.gateway.formats import ChatFormat, CompletionFormat, Format
 from tokenloom.gateway.generation import Generation
-from tokenloom.gateway.http_errors import HttpError, from_validation, to_http
+from tokenloom.gateway.http_errors import HttpError, to_http
 from tokenloom.gateway.json_response import JsonResponse, error_response
 from tokenloom.gateway.json_route import JsonRoute
 from tokenloom.gateway.middleware import OPEN_PATHS, BodyLimit, DrainGate, KeyGate, Telemetry
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody
 from tokenloom.gateway.request_info import RequestInfo, info_of
+from tokenloom.gateway.sized_work import MAX_LOOP_BYTES, run_sized
 from tokenloom.gateway.tokenizer_client import MAX_START_BYTES
 from tokenloom.gateway.tokenizer_pool import TokenizerPool
 
@@ -64,7 +64,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(_operations_routes(gateway))
     _add_error_handlers(app)
     config = gateway.config
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_bytes,
+        max_total_bytes=config.max_total_body_bytes,
+        timeout_s=config.body_timeout_s,
+    )
     app.add_middleware(KeyGate, keys=ApiKeys(config.api_key))
     app.add_middleware(DrainGate, is_draining=gateway.is_draining)
     app.add_middleware(Telemetry, routes=ROUTES)
@@ -80,7 +85,8 @@ def _generation_routes(gateway: Gateway) -> APIRouter:
         info = info_of(request.scope)
         form = ChatFormat(has_logprobs=bool(body.logprobs), has_token_ids=bool(body.return_token_ids))
         context = _call_context(info, form)
-        return _delivery(gateway, body, info, form, chat_start(body, context), body.num_choices)
+        start = await run_sized(await _is_large(request), lambda: chat_start(body, context))
+        return _delivery(gateway, body, info, form, start, body.num_choices)
 
     @router.post(COMPLETIONS_PATH, response_model=None)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
@@ -95,9 +101,14 @@ def _generation_routes(gateway: Gateway) -> APIRouter:
         )
         context = _call_context(info, form)
         num_choices = len(body.prompt) * body.num_choices
-        return _delivery(gateway, body, info, form, completion_start(body, context), num_choices)
+        start = await run_sized(await _is_large(request), lambda: completion_start(body, context))
+        return _delivery(gateway, body, info, form, start, num_choices)
 
     return router
+
+
+async def _is_large(request: Request) -> bool:
+    return len(await request.body()) > MAX_LOOP_BYTES
 
 
 def _call_context(info: RequestInfo, form: Format) -> CallContext:
@@ -216,7 +227,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(TokenloomError, handler(to_http))
     app.add_exception_handler(HttpError, handler(lambda error: error))
-    app.add_exception_handler(RequestValidationError, handler(lambda error: from_validation(error.errors())))
     app.add_exception_handler(HTTPException, handler(_from_framework))
 
 

@@ -16,13 +16,20 @@ class GatewayConfig:
     tokenizer: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "Addresses of tokenizer stages, host:port or unix:PATH; several may be comma separated."
     )
-    api_key: tuple[str, ...] = setting((), "Key that callers of /v1 must send; none: open.", parse=parse_api_key, secret=True)
+    api_key: tuple[str, ...] = setting(
+        (), "Key that callers of /v1 must send; none: open.", parse=parse_api_key, secret=True
+    )
     metrics_from: tuple[str, ...] = setting((), "Metrics addresses of other stages, whose pages /metrics appends.")
     max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", parse=parse_bytes)
+    max_total_body_bytes: int = setting(
+        256 << 20, "Bodies of all requests in flight together; beyond it they are answered 429.", parse=parse_bytes
+    )
     body_timeout_s: float = setting(60.0, "Seconds in which a request's body must have arrived.")
     max_num_requests: int = setting(4096, "Requests in flight; more are answered 429.", parse=positive_int)
     max_buffered_bytes: int = setting(
-        256 << 10, "Text held for a client that reads slowly; beyond it the request is cancelled.", parse=parse_bytes
+        256 << 10,
+        "Text held for a client that reads slowly; beyond it, one that took nothing for 5 s loses its request.",
+        parse=parse_bytes,
     )
     request_timeout_s: float = setting(3600.0, "Longest time that one request may take, in seconds.")
 

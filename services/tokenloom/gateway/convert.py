@@ -115,7 +115,7 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
         for call in message.tool_calls or ()
     ]
     return inference_pb2.ChatMessage(
-        role=message.role,
+        role="tool" if message.role == "function" else message.role,  # its name before OpenAI's tools
         content=message.text,
         name=message.name or "",
         tool_calls=calls,

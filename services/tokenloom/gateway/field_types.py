@@ -19,6 +19,9 @@ MAX_NUM_PROMPTS = 1024
 MAX_NUM_PROMPT_IDS = 1 << 20
 MAX_NUM_BIASES = 1024
 MAX_NUM_MESSAGES = 4096
+MAX_NUM_PARTS = 8192
+MAX_NUM_TOOLS = 1024
+_IDS_PER_CHECK = 1 << 15  # a check of so many holds the interpreter for less than a millisecond
 
 Count = Annotated[int, Field(ge=0, le=MAX_U32)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_U32)]
@@ -55,7 +58,7 @@ def _as_list(value: Any) -> Any:
 
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1024)]],
-    Field(max_length=16),
+    Field(max_length=16, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
 
@@ -120,9 +123,16 @@ def _check_prompt(number: int, prompt: Any) -> None:
         raise refusal(f"prompt {number} is neither a string nor a list of token ids", code="invalid_type")
     if not prompt:
         raise refusal(f"prompt {number} is empty; at least one token is needed")
-    if isinstance(prompt, str) or (set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= MAX_U32):
+    if isinstance(prompt, str):
         return
-    for token_id in prompt:
+    for start in range(0, len(prompt), _IDS_PER_CHECK):
+        _check_ids(number, prompt[start : start + _IDS_PER_CHECK])
+
+
+def _check_ids(number: int, token_ids: list[Any]) -> None:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= MAX_U32:
+        return
+    for token_id in token_ids:
         if type(token_id) is not int:
             raise refusal(f"{str(token_id)[:40]!r} in prompt {number} is no token id", code="invalid_type")
         if not 0 <= token_id <= MAX_U32:

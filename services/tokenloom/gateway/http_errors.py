@@ -108,12 +108,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     """The first validation error of a body.
 
     Args:
-        errors: pydantic's errors, their `loc` beginning with "body".
+        errors: pydantic's errors.
     """
     first = errors[0]
-    location, kind, context = first["loc"][1:], str(first["type"]), first.get("ctx") or {}
-    if kind == "json_invalid":
-        return HttpError(400, f"the body is not valid JSON: {context.get('error', '')}", code="invalid_json")
+    location, kind, context = first["loc"], str(first["type"]), first.get("ctx") or {}
     param = _param_path(location)
     if named := context.get("param"):
         param = f"{param}{named}" if named.startswith(".") else named

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenloom.common.auth import ApiKeys, bearer_of, digest_of
-from tokenloom.common.errors import Internal, TokenloomError, Unavailable
+from tokenloom.common.errors import Internal, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.common.telemetry import extract_headers, tracer
 from tokenloom.gateway import metrics
 from tokenloom.gateway.http_errors import HttpError, status_of, to_http
@@ -152,11 +152,16 @@ class KeyGate:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, by their Content-Length or by counting, and bodies that do not arrive."""
+    """Refuses bodies that are too large, by their Content-Length or by counting, and bodies that do not arrive.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    What a body takes stays counted until its request is answered, and all of them together have a bound too.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_total_bytes = max_total_bytes
+        self._num_total_bytes = 0
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,13 +186,19 @@ class BodyLimit:
             except TimeoutError:
                 message_text = f"the body did not arrive within {self._timeout_s:g} s"
                 raise HttpError(408, message_text, code="body_timeout", headers={"connection": "close"}) from None
-            num_bytes += len(message.get("body", b""))
+            num_bytes += (num_new := len(message.get("body", b"")))
+            self._num_total_bytes += num_new
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            if self._num_total_bytes > self._max_total_bytes:
+                raise to_http(ResourceExhausted("too many bytes of requests are in flight; try again later"))
             is_whole = not message.get("more_body", False)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._num_total_bytes -= num_bytes
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from tokenloom.gateway.field_types import (
     MAX_NUM_MESSAGES,
+    MAX_NUM_PARTS,
+    MAX_NUM_TOOLS,
     MAX_U32,
     Body,
     Count,
@@ -52,7 +54,7 @@ class GenerationBody(Body):
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -85,6 +87,9 @@ class GenerationBody(Body):
         return self
 
 
+_PARTS = ("content", "tool_calls")
+
+
 class TextPart(Body):
     """A part of a message's content."""
 
@@ -104,7 +109,7 @@ def _content_kind(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=1024), Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True), Tag("<parts>")],
     Discriminator(_content_kind),
 ]
 
@@ -127,10 +132,10 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -147,6 +152,15 @@ class Message(Body):
         return self
 
 
+def _check_num_parts(messages: Any) -> Any:
+    """Bound what the messages hold together, before anything is made of it."""
+    if isinstance(messages, list) and len(messages) <= MAX_NUM_MESSAGES:
+        lists = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
+        if (num_parts := sum(len(parts) for parts in lists if isinstance(parts, list))) > MAX_NUM_PARTS:
+            raise refusal(f"hold {num_parts} content parts and tool calls; at most {MAX_NUM_PARTS} are accepted")
+    return messages
+
+
 class ResponseFormat(Body):
     """The form that the answer must have."""
 
@@ -156,7 +170,11 @@ class ResponseFormat(Body):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_NUM_MESSAGES)]
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1, max_length=MAX_NUM_MESSAGES, fail_fast=True),
+        BeforeValidator(_check_num_parts),
+    ]
     max_tokens: PositiveCount | None = Field(None, description="Older name of max_completion_tokens.")
     max_completion_tokens: PositiveCount | None = Field(None, description="Absent: the rest of the context.")
     logprobs: bool | None = None
@@ -165,7 +183,7 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_NUM_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
 
     @property

@@ -84,6 +84,12 @@ def test_a_conversation_keeps_null_and_empty_content_apart() -> None:
     assert (third.content, third.tool_call_id) == ("", "c1")
 
 
+def test_a_function_turn_is_sent_as_a_tool_turn() -> None:
+    history = [USER, {"role": "function", "name": "f", "content": "42"}]
+    sent = chat(messages=history).chat.messages[1]
+    assert (sent.role, sent.name, sent.content) == ("tool", "f", "42")
+
+
 def test_continuing_the_final_message_opens_no_new_turn() -> None:
     chat_request = chat(continue_final_message=True, chat_template_kwargs={"a": [1]}).chat
     assert chat_request.continue_final_message

@@ -23,8 +23,7 @@ def refusal_of(body: type[ChatBody] | type[CompletionBody], fields: dict[str, An
     base: dict[str, Any] = {"messages": [USER]} if body is ChatBody else {"prompt": "hi"}
     with pytest.raises(ValidationError) as caught:
         body.model_validate({**base, **fields})
-    errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
-    return from_validation(errors)
+    return from_validation(caught.value.errors())
 
 
 def test_null_means_absent_for_every_optional_field() -> None:
@@ -151,8 +150,7 @@ def test_an_impossible_token_id_is_named_in_the_message(token_id: int) -> None:
 def test_a_missing_prompt_is_a_missing_parameter() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate({})
-    errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
-    assert from_validation(errors).code == "missing_required_parameter"
+    assert from_validation(caught.value.errors()).code == "missing_required_parameter"
 
 
 @pytest.mark.parametrize(
@@ -205,3 +203,29 @@ def test_tools_are_taken_when_the_model_may_not_call_them() -> None:
     assert chat(tools=[{"type": "function"}], tool_choice="none").tools
     assert chat(tools=[]).tools == []
     assert chat(response_format={"type": "text"}).response_format is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * 4000},
+        {"messages": [{"role": "user", "content": [1] * 1000}] * 8},
+        {"messages": [{"role": "assistant", "tool_calls": [1] * 8000}]},
+        {"tools": [1] * 1000},
+        {"stop": [1] * 16},
+        {"stop_token_ids": ["x"] * 1000},
+    ],
+)
+def test_a_list_of_faults_costs_no_more_than_its_first(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        chat(**fields)
+    assert caught.value.error_count() == 1
+
+
+def test_content_parts_and_tool_calls_are_bounded_together_before_they_are_looked_at() -> None:
+    part = {"type": "text", "text": "x"}
+    assert len(chat(messages=[{"role": "user", "content": [part] * 1024}] * 8).messages) == 8
+    too_many = [{"role": "user", "content": [1] * 4096}, {"role": "assistant", "tool_calls": [1] * 4097}]
+    error = refusal_of(ChatBody, {"messages": too_many})
+    assert error.param == "messages"
+    assert "8193" in error.message
