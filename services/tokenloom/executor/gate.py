@@ -3,7 +3,7 @@
 Many models would run and be wrong in silence: some never call the registered attention function (Bloom, Falcon, MPT,
 GPT-Neo), some keep state elsewhere (Mamba, linear attention), some compute with the whole batch's positions (rope
 types dynamic and longrope). So a model passes static checks, one pass that records what each layer asks for, and a
-numeric probe: the same tokens plainly and in two chunks over scattered blocks have to give the same distributions.
+numeric probe (probe.py).
 """
 
 from __future__ import annotations
@@ -16,24 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenloom.executor.attention import (
-    AttentionBackend,
-    AttentionTraits,
-    LayerAttention,
-    PagedStep,
-    UnsupportedAttention,
-)
-from tokenloom.executor.batch import build_batch
-from tokenloom.executor.kv_cache import KVCache, LayerShape
+from tokenloom.executor.attention import AttentionTraits, LayerAttention, UnsupportedAttention
+from tokenloom.executor.kv_cache import LayerShape
 from tokenloom.executor.model import PagedModel
-from tokenloom.executor.plan import SamplingParams
-from tokenloom.executor.rows import Row, ScheduledRow
 
-PROBE_TOKENS = 24
-PROBE_CHUNK = 11
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-_MAX_KL = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
 class ModelRefused(Exception):
@@ -105,48 +93,6 @@ def record_layout(model: PagedModel) -> ModelLayout:
         layers=[recorder.layers[i] for i in order],
         has_sinks=any(layer.sinks is not None for layer in recorder.layers),
     )
-
-
-def probe(model: PagedModel, backend: AttentionBackend, layout: ModelLayout, block_size: int) -> float:
-    """Compare the paged path with the model's own on the same tokens.
-
-    Returns: the mean KL divergence over positions, in nats.
-
-    Raises: ModelRefused if it is above what the dtype's rounding explains.
-    """
-    ids = [(7 + 31 * i * i) % model.vocab_size for i in range(PROBE_TOKENS)]
-    # SDPA knows neither soft-capping nor sinks.
-    by_hand = layout.has_sinks or any(layer.softcap is not None for layer in layout.layers)
-    try:
-        with torch.inference_mode():
-            plain = model.plain_logits(torch.tensor([ids], device=model.device), "eager" if by_hand else "sdpa")
-            paged = _paged_logits(model, backend, layout, ids, block_size)
-    except (UnsupportedAttention, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelRefused(f"{type(model.causal_lm).__name__} does not run over the paged cache: {error}") from error
-    log_plain, log_paged = (torch.log_softmax(logits.double(), dim=-1) for logits in (plain, paged))
-    divergence = float((log_plain.exp() * (log_plain - log_paged)).sum(dim=-1).mean())
-    limit = _MAX_KL[model.dtype]
-    if not divergence <= limit:
-        raise ModelRefused(
-            f"{type(model.causal_lm).__name__} gives other results over the paged cache than by itself "
-            f"(mean KL {divergence:.3g}, at most {limit:g})"
-        )
-    return divergence
-
-
-def _paged_logits(
-    model: PagedModel, backend: AttentionBackend, layout: ModelLayout, ids: list[int], block_size: int
-) -> Tensor:
-    """Logits of all positions, computed in two chunks over blocks in falling order."""
-    num_blocks = -(-len(ids) // block_size)
-    cache = KVCache(layout.shapes, num_blocks + 1, block_size, model.dtype, model.device)
-    row = Row(0, "probe", len(ids), ids, SamplingParams(), block_ids=list(range(num_blocks, 0, -1)))
-    parts = []
-    for first, end in ((0, PROBE_CHUNK), (PROBE_CHUNK, len(ids))):
-        batch = build_batch([ScheduledRow(row, first, end)], block_size, model.device)
-        step = PagedStep(backend, cache, batch.metadata)
-        parts.append(model.logits(model.hidden_states(batch.input_ids, batch.positions, step)))
-    return torch.cat(parts)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

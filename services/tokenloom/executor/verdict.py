@@ -1,4 +1,8 @@
-"""Remembers what the load gate's numeric probe said, so that a second start skips it."""
+"""Remembers what the load gate's numeric probe said, so that a second start skips it.
+
+Only a comparison that was made is remembered. A refusal because the model could not run may have had a cause that
+passes, such as a lack of memory, and is found again if it has not.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ import torch
 from tokenloom import __version__
 from tokenloom.common.model_files import ModelSource, cached_dir
 from tokenloom.executor.attention import AttentionBackend
-from tokenloom.executor.gate import ModelLayout, ModelRefused, probe
+from tokenloom.executor.gate import ModelLayout, ModelRefused
 from tokenloom.executor.model import PagedModel
+from tokenloom.executor.probe import ModelDiverges, probe
 
 _FILE = "verdict.json"
 
@@ -28,7 +33,7 @@ def require_probe(
     def build(folder: Path) -> None:
         try:
             verdict = {"divergence": probe(model, backend, layout, block_size), "refusal": ""}
-        except ModelRefused as refusal:
+        except ModelDiverges as refusal:
             verdict = {"divergence": None, "refusal": str(refusal)}
         (folder / _FILE).write_text(json.dumps(verdict))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from tokenloom.common.config import cache_root
 from tokenloom.common.model_files import ModelSource
 from tokenloom.executor import verdict
-from tokenloom.executor.attention import AttentionTraits, LayerAttention
+from tokenloom.executor.attention import AttentionTraits, LayerAttention, StepMetadata
 from tokenloom.executor.attention_torch import TorchAttention
 from tokenloom.executor.build import choose_backend
-from tokenloom.executor.gate import ModelLayout, ModelRefused, check_architecture, probe, record_layout
+from tokenloom.executor.gate import ModelLayout, ModelRefused, check_architecture, record_layout
 from tokenloom.executor.model import PagedModel
+from tokenloom.executor.probe import ModelDiverges, probe, worst_divergence
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -149,8 +151,85 @@ def test_the_probe_refuses_a_backend_that_computes_something_else(tiny_causal_lm
             return super().attend(query, k_cache, v_cache.roll(1, dims=1), prepared, layer)
 
     model = PagedModel(tiny_causal_lm)
-    with pytest.raises(ModelRefused, match="other results"):
+    with pytest.raises(ModelDiverges, match="other results"):
         probe(model, OffByOne(), record_layout(model), 16)
+
+
+class ShiftedDecodeTables(TorchAttention):
+    """Right for chunks and for one decode row; two decode rows read each other's keys."""
+
+    def prepare(self, metadata: StepMetadata) -> Any:
+        table = metadata.block_table.clone()
+        table[: metadata.num_decode] = table[: metadata.num_decode].roll(1, dims=0)
+        return super().prepare(replace(metadata, block_table=table))
+
+
+class ForgetsTheLastDecodeKey(TorchAttention):
+    """Right for chunks; a decode row does not see the token before its own."""
+
+    def prepare(self, metadata: StepMetadata) -> Any:
+        table, size = metadata.block_table.clone(), metadata.block_size
+        for row in range(metadata.num_decode):
+            hidden = (metadata.seq_lens[row] - 2) // size
+            table[row, hidden] = table[row, 0]
+        return super().prepare(replace(metadata, block_table=table))
+
+
+class WithoutWindow(TorchAttention):
+    """Looks behind the window."""
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, prepared: Any, layer: LayerAttention) -> Tensor:
+        return super().attend(query, k_cache, v_cache, prepared, replace(layer, sliding_window=None))
+
+
+class WindowOffByOne(TorchAttention):
+    """A query sees one key less than it should."""
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, prepared: Any, layer: LayerAttention) -> Tensor:
+        assert layer.sliding_window is not None
+        narrower = replace(layer, sliding_window=layer.sliding_window - 1)
+        return super().attend(query, k_cache, v_cache, prepared, narrower)
+
+
+class ReadsUnwrittenMemory(TorchAttention):
+    """Takes a little of what no row has written."""
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, prepared: Any, layer: LayerAttention) -> Tensor:
+        return super().attend(query, k_cache, v_cache, prepared, layer) + 0.0 * v_cache[0].sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [ShiftedDecodeTables, ForgetsTheLastDecodeKey, ReadsUnwrittenMemory])
+def test_the_probe_sees_faults_of_decode_rows_and_of_unwritten_memory(
+    tiny_causal_lm: Any, backend: type[TorchAttention], dtype: torch.dtype
+) -> None:
+    model = PagedModel(tiny_causal_lm.to(dtype))
+    with pytest.raises(ModelDiverges, match="other results"):
+        probe(model, backend(), record_layout(model), 1)
+
+
+@pytest.mark.parametrize("backend", [WithoutWindow, WindowOffByOne])
+def test_the_probe_sees_faults_of_a_window_that_is_longer_than_its_rows(backend: type[TorchAttention]) -> None:
+    config = transformers.MistralConfig(**SMALL, sliding_window=100)
+    model = PagedModel(make(config))
+    layout = record_layout(model)
+    with pytest.raises(ModelDiverges, match="other results"):
+        probe(model, backend(), layout, 16)
+    probe(model, TorchAttention(), layout, 16)
+    assert model.config.sliding_window == 100, "the model keeps its own window"
+
+
+def test_one_wrong_position_is_not_averaged_away() -> None:
+    generator = torch.Generator().manual_seed(3)
+    plain = torch.randn(40, 96, generator=generator)
+    assert worst_divergence(plain, plain) == 0.0
+    wrong = plain.clone()
+    wrong[33] += 0.02 * torch.randn(96, generator=generator)
+    alone = worst_divergence(plain[33:34], wrong[33:34])
+    assert alone > 1e-4
+    assert worst_divergence(plain, wrong) == pytest.approx(alone)
+    wrong[5, 0] = torch.nan
+    assert worst_divergence(plain, wrong) == torch.inf
 
 
 def test_no_backend_that_fits_is_a_refusal_with_the_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +251,7 @@ def test_a_verdict_is_remembered_per_weights_and_a_refusal_too(
     assert json.loads(file.read_text())["refusal"] == ""
 
     def refuse(*_: Any) -> float:
-        raise ModelRefused("it is not itself today")
+        raise ModelDiverges("it is not itself")
 
     monkeypatch.setattr(verdict, "probe", refuse)
     verdict.require_probe(source, model, backend, layout, 16)  # known good: not probed again
@@ -180,3 +259,19 @@ def test_a_verdict_is_remembered_per_weights_and_a_refusal_too(
         with pytest.raises(ModelRefused, match="not itself"):
             verdict.require_probe(source, model, backend, layout, 4)
         monkeypatch.setattr(verdict, "probe", lambda *_: 0.0)  # known bad: not probed again
+
+
+def test_a_refusal_whose_cause_may_pass_is_not_remembered(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_lm: Any = transformers.AutoModelForCausalLM.from_pretrained(llama_folder)
+    model = PagedModel(causal_lm.eval())
+    layout, backend = record_layout(model), TorchAttention()
+    source = ModelSource("tiny", llama_folder)
+
+    def out_of_memory(*_: Any) -> Tensor:
+        raise RuntimeError("not enough memory: you tried to allocate 12 GB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedModel, "plain_logits", out_of_memory)
+        with pytest.raises(ModelRefused, match="not enough memory"):
+            verdict.require_probe(source, model, backend, layout, 16)
+    verdict.require_probe(source, model, backend, layout, 16)
