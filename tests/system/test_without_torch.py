@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -25,10 +27,16 @@ FORBIDDEN = ("torch", "transformers", "tokenizers", "numpy")
 @pytest.fixture(scope="module")
 def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A fresh environment with the extras [gateway,scheduler] alone."""
-    folder = tmp_path_factory.mktemp("venv")
+    folder, source = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("source")
+    # A copy, since setuptools builds beside the sources and would pack what an earlier build left there.
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split("\0"):
+        if name.startswith(("services/", "pyproject.toml", "README.md", "LICENSE")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
-    install = [python, "-m", "pip", "install", "-qqq", "--disable-pip-version-check", f"{ROOT}[gateway,scheduler]"]
+    install = [python, "-m", "pip", "install", "-qqq", "--disable-pip-version-check", f"{source}[gateway,scheduler]"]
     subprocess.run(install, check=True, timeout=200)
     return python
 
@@ -45,6 +53,16 @@ def test_the_environment_has_no_torch(python_without_torch: str) -> None:
         assert f"pip install 'tokenloom[{extra}]'" in missing.stderr
 
 
+async def wait_until_serving(address: str) -> None:
+    channel = make_channel(address)
+    request = health_pb2.HealthCheckRequest(service="tokenloom.api.v1.EngineService")
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=30)
+    async for answer in watch:
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            break
+    await channel.close(None)
+
+
 def test_the_scheduler_becomes_ready_there(python_without_torch: str, tmp_path: Path) -> None:
     async def test() -> None:
         add = executor_pb2_grpc.add_ExecutorServiceServicer_to_server
@@ -52,17 +70,14 @@ def test_the_scheduler_becomes_ready_there(python_without_torch: str, tmp_path: 
         await executor.start()
         flags = ["--listen", f"unix:{tmp_path}/scheduler", "--executor", f"unix:{tmp_path}/executor"]
         process = await asyncio.create_subprocess_exec(python_without_torch, "-m", "tokenloom.scheduler", *flags)
-        channel = make_channel(f"unix:{tmp_path}/scheduler")
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service="tokenloom.api.v1.EngineService"), wait_for_ready=True, timeout=30
-        )
-        async for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                break
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
-        await channel.close(None)
-        await executor.stop(0)
+        try:
+            await wait_until_serving(f"unix:{tmp_path}/scheduler")
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 20) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await executor.stop(0)
 
     asyncio.run(test())
 
@@ -71,16 +86,19 @@ def test_the_gateway_is_alive_there_and_says_that_it_is_not_ready(python_without
     port = free_port()
     flags = ["--listen", f"127.0.0.1:{port}", "--tokenizer", f"unix:{tmp_path}/nobody"]
     process = subprocess.Popen([python_without_torch, "-m", "tokenloom.gateway", *flags])
-    transport = httpx.HTTPTransport(retries=0)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport) as client:
-        for _ in range(200):
-            try:
-                client.get("/health")
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None
-                asyncio.run(asyncio.sleep(0.1))
-        assert client.get("/health").status_code == 200
-        assert client.get("/ready").status_code == 503
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            for _ in range(200):
+                try:
+                    client.get("/health")
+                    break
+                except httpx.ConnectError:
+                    assert process.poll() is None
+                    time.sleep(0.1)
+            assert client.get("/health").status_code == 200
+            assert client.get("/ready").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
