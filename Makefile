@@ -49,13 +49,14 @@ format: $(DONE)
 protos: $(DONE)
 	$(BIN)/python protos/generate.py
 
-# Against main; on main itself against the version of the protos before the last change to them.
+# Against main, or BUF_AGAINST=REV; on main itself against the version of the protos before the last change to them.
 buf: $(BUF)
 	$(BUF) lint protos
-	@main=$$(git rev-parse --verify --quiet origin/main || git rev-parse main); \
-	if [ "$$main" = "$$(git rev-parse HEAD)" ]; then \
-	  main=$$(git rev-list --max-count=2 HEAD -- protos/tokenloom | tail -n 1); fi; \
-	$(BUF) breaking protos --against ".git#ref=$$main,subdir=protos" && echo "buf breaking: compatible with $$main"
+	@against=$${BUF_AGAINST:-$$(git rev-parse --verify --quiet origin/main || git rev-parse --verify --quiet main || true)}; \
+	if [ -z "$$against" ] || [ "$$against" = "$$(git rev-parse HEAD)" ]; then \
+	  against=$$(git rev-list --max-count=2 HEAD -- protos/tokenloom | tail -n 1); fi; \
+	$(BUF) breaking protos --against "$$(git rev-parse --git-common-dir)#format=git,ref=$$against,subdir=protos" && \
+	echo "buf breaking: compatible with $$against"
 
 $(BUF):
 	npm install --silent --no-fund --no-audit --prefix build/npm @bufbuild/buf@1.75.0
