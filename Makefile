@@ -55,6 +55,7 @@ buf: $(BUF)
 	@against=$${BUF_AGAINST:-$$(git rev-parse --verify --quiet origin/main || git rev-parse --verify --quiet main || true)}; \
 	if [ -z "$$against" ] || [ "$$against" = "$$(git rev-parse HEAD)" ]; then \
 	  against=$$(git rev-list --max-count=2 HEAD -- protos/tokenloom | tail -n 1); fi; \
+	against=$$(git rev-parse "$$against"); \
 	$(BUF) breaking protos --against "$$(git rev-parse --git-common-dir)#format=git,ref=$$against,subdir=protos" && \
 	echo "buf breaking: compatible with $$against"
 
