@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from grpc_health.v1 import health_pb2_grpc
 
 from tests.fakes import fake_tokens
 from tests.service.gateway_stack import GatewayStack, running_gateway
@@ -115,6 +116,37 @@ def test_a_request_that_has_told_nothing_yet_begins_anew_on_the_next_session(sta
     assert text_of(streamed.text) == TEXT
     sent = [(start.chat.options.request_id, start.chat.options.sampling.seed) for start in stack.tokenizer.starts]
     assert sorted(sent[:2]) == sorted(sent[2:])
+    assert [start.HasField("age_ms") for start in stack.tokenizer.starts] == [False, False, True, True]
+    assert all(start.age_ms < 20_000 for start in stack.tokenizer.starts)
+
+
+def test_the_watch_of_a_tokenizers_health_outlives_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = health_pb2_grpc.HealthStub
+
+    def failing_once(channel: Any) -> Any:
+        stub = real(channel)
+        watch = stub.Watch
+
+        def fail(request: Any) -> Any:
+            stub.Watch = watch
+            raise RuntimeError("a bug")
+
+        stub.Watch = fail
+        return stub
+
+    monkeypatch.setattr(health_pb2_grpc, "HealthStub", failing_once)
+    with running_gateway(tmp_path) as stack:  # becomes ready
+        assert stack.http.post(CHAT, json=BODY).status_code == 200
+    assert "a bug" in caplog.text
+
+
+def test_an_answer_too_large_for_its_session_is_begun_anew_once_and_no_more(stack: GatewayStack) -> None:
+    stack.tokenizer.repeat = 4 << 20  # times the text of a token: more than a message may hold
+    answer = stack.http.post(CHAT, json={**BODY, "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "session_lost")
+    assert len(stack.tokenizer.starts) == 2
 
 
 def test_an_answer_in_the_making_that_nobody_has_seen_survives_a_killed_tokenizer(stack: GatewayStack) -> None:

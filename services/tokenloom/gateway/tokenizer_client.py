@@ -39,12 +39,25 @@ _MAX_U32 = 2**32 - 1
 
 @dataclass(slots=True)
 class Call:
-    """A generation, what starts it anywhere, and when its time is up (the loop's clock)."""
+    """A generation, what starts it anywhere, since when it is here and when its time is up (the loop's clock).
+
+    Attributes:
+        num_attempts: sessions that it was sent through.
+        give_up: the timer of its wait for another session.
+    """
 
     generation: Generation
     start: convert.Start
+    began_s: float
     deadline_s: float
     num_attempts: int = 0
+    give_up: asyncio.TimerHandle | None = None
+
+    def end_wait(self) -> None:
+        """It waits no more."""
+        if self.give_up is not None:
+            self.give_up.cancel()
+            self.give_up = None
 
 
 class Outbox:
@@ -89,7 +102,7 @@ class TokenizerClient:
         address: `unix:PATH` or `host:port`.
         cluster_token: credential between stages; empty: none.
         client_id: this gateway's name in the tokenizer's logs.
-        on_lost: told the calls of a session that ended.
+        on_lost: told the calls of a session that ended, and whether something was too large for it.
         on_up: told when a session is open.
 
     Attributes:
@@ -103,7 +116,7 @@ class TokenizerClient:
         address: str,
         cluster_token: str,
         client_id: str,
-        on_lost: Callable[[list[Call]], None],
+        on_lost: Callable[[list[Call], bool], None],
         on_up: Callable[[], None],
     ) -> None:
         self.address = address
@@ -143,9 +156,12 @@ class TokenizerClient:
         assert self.is_up
         self._last_handle += 1
         handle = self._last_handle
-        call.num_attempts += 1
         call.start.handle = handle
-        remaining_s = call.deadline_s - asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
+        if call.num_attempts:
+            call.start.age_ms = min(round((now_s - call.began_s) * 1000), _MAX_U32)
+        call.num_attempts += 1
+        remaining_s = call.deadline_s - now_s
         convert.options_of(call.start).remaining_time_ms = min(max(1, round(remaining_s * 1000)), _MAX_U32)
         call.generation.on_abandoned = lambda: self._cancel(handle)
         self._calls[handle] = call
@@ -173,18 +189,20 @@ class TokenizerClient:
     async def _keep_session(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            is_overfull = False
             try:
                 await self._run_session()
                 why = "it closed the session"
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
+                is_overfull = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             except (FailedPrecondition, Unavailable) as error:
                 why = error.message
             except Exception:
                 log.exception("unexpected error in the session with tokenizer %s", self.address)
                 why = "unexpected error"
             finally:
-                was_up = self._lose_session()
+                was_up = self._lose_session(is_overfull)
             log.log(logging.WARNING if was_up else logging.DEBUG, "no session with tokenizer %s: %s", self.address, why)
             backoff_s = _FIRST_BACKOFF_S if was_up else min(backoff_s * 2, _MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
@@ -232,7 +250,7 @@ class TokenizerClient:
             while True:
                 await stream.write(await outbox.next_frame())
 
-    def _lose_session(self) -> bool:
+    def _lose_session(self, is_overfull: bool) -> bool:
         """Give the session's calls back. Returns: whether there was one."""
         was_up = self.is_up
         self.is_up = self.is_draining = False
@@ -242,7 +260,7 @@ class TokenizerClient:
         self._generations.clear()
         self._last_handle = 0
         if lost:
-            self._on_lost(lost)
+            self._on_lost(lost, is_overfull)
         return was_up
 
     async def _watch_health(self) -> None:
@@ -254,5 +272,7 @@ class TokenizerClient:
                     self.is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
             except grpc.aio.AioRpcError as error:
                 log.debug("no health from tokenizer %s: %s", self.address, error.details())
+            except Exception:
+                log.exception("unexpected error in the health of tokenizer %s", self.address)
             self.is_serving = False
             await asyncio.sleep(random.uniform(0.1, 0.3))

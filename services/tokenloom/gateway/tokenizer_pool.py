@@ -3,6 +3,9 @@
 A request whose client has seen nothing yet (every answer that is not streamed, and streams before their first text)
 begins anew through the next session, with the same id and seed; one that the client has seen a part of fails. Going on
 in mid-stream needs the generated ids of every choice, which would put a message per row into every frame.
+
+A session that ended because something was too large for it would end again with the same request, and with it all its
+neighbours. So large requests are not sent again then, and the others only once.
 """
 
 from __future__ import annotations
@@ -10,8 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
-from tokenloom.common.errors import DeadlineExceeded, ResourceExhausted, TokenloomError, Unavailable
+from tokenloom.common.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    TokenloomError,
+    Unavailable,
+)
 from tokenloom.gateway import metrics
 from tokenloom.gateway.convert import Start
 from tokenloom.gateway.generation import Generation
@@ -21,6 +31,9 @@ from tokenloom.gateway.tokenizer_client import Call, TokenizerClient
 log = logging.getLogger(__name__)
 TAKEOVER_WAIT_S = 10.0
 MAX_ATTEMPTS = 4
+# After a session that ended overfull.
+MAX_ATTEMPTS_OVERFULL = 2
+LARGE_START_BYTES = 1 << 20
 # The tokenizer is the first to end a request whose time is up; this is for one that does not answer.
 _DEADLINE_SLACK_S = 2.0
 
@@ -85,7 +98,7 @@ class TokenizerPool:
             raise ResourceExhausted(f"{limit} requests are in flight; try again later", retry_after_s=1.0)
         client = self._pick()
         loop = asyncio.get_running_loop()
-        call = Call(generation, start, loop.time() + timeout_s)
+        call = Call(generation, start, loop.time(), loop.time() + timeout_s)
         self._open[generation.request_id] = generation
         self._is_idle.clear()
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
@@ -126,25 +139,35 @@ class TokenizerPool:
             raise Unavailable("no tokenizer can be reached", reason="NO_TOKENIZER", retry_after_s=1.0)
         return client
 
-    def _take_back(self, calls: list[Call]) -> None:
+    def _take_back(self, calls: list[Call], is_overfull: bool) -> None:
         """A session was lost: begin its requests anew where the client saw nothing, fail the others."""
         lost = Unavailable("the connection to the tokenizer was lost", reason="SESSION_LOST", retry_after_s=1.0)
+        max_attempts = MAX_ATTEMPTS_OVERFULL if is_overfull else MAX_ATTEMPTS
         for call in calls:
-            if self._is_closed or not call.generation.is_restartable or call.num_attempts >= MAX_ATTEMPTS:
+            if is_overfull and call.start.ByteSize() > LARGE_START_BYTES:
+                too_large = "the request was too large for the connection to the tokenizer; send less at once"
+                call.generation.fail(InvalidArgument(too_large, reason="REQUEST_TOO_LARGE"))
+            elif self._is_closed or not call.generation.is_restartable or call.num_attempts >= max_attempts:
                 call.generation.fail(lost)
-                continue
-            call.generation.restart()
-            call.generation.on_abandoned = lambda: None
-            self._waiting.append(call)
-            asyncio.get_running_loop().call_later(TAKEOVER_WAIT_S, self._give_up, call, lost)
+            else:
+                call.generation.restart()
+                call.generation.on_abandoned = partial(self._forget, call)
+                call.give_up = asyncio.get_running_loop().call_later(TAKEOVER_WAIT_S, self._give_up, call, lost)
+                self._waiting.append(call)
         self._submit_waiting()
 
     def _submit_waiting(self) -> None:
         while self._waiting and (client := self._find()) is not None:
             call = self._waiting.pop(0)
+            call.end_wait()
             if not call.generation.is_over:
                 metrics.RESUBMISSIONS.inc()
                 client.submit(call)
+
+    def _forget(self, call: Call) -> None:
+        call.end_wait()
+        if call in self._waiting:
+            self._waiting.remove(call)
 
     def _give_up(self, call: Call, error: TokenloomError) -> None:
         if call in self._waiting:

@@ -1,0 +1,128 @@
+"""The pool over tokenizers that only note what they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tokenloom.api.v1 import inference_pb2
+from tokenloom.common.errors import Cancelled, TokenloomError
+from tokenloom.gateway import tokenizer_pool
+from tokenloom.gateway.generation import Generation
+from tokenloom.gateway.tokenizer_client import Call
+from tokenloom.gateway.tokenizer_pool import TokenizerPool
+
+
+class NotingClient:
+    """Takes calls while it is up and gives them back when told to."""
+
+    def __init__(
+        self, address: str, token: str, client_id: str, on_lost: Callable[[list[Call], bool], None], on_up: Any
+    ) -> None:
+        self.is_up, self.is_serving, self.is_draining = True, True, False
+        self.num_in_flight = 0
+        self.calls: list[Call] = []
+        self.on_lost, self.on_up = on_lost, on_up
+
+    def submit(self, call: Call) -> None:
+        call.num_attempts += 1
+        self.calls.append(call)
+
+    def lose(self, *, is_overfull: bool = False, comes_back: bool = True) -> None:
+        """End the session, and open the next one unless told otherwise."""
+        lost, self.calls = self.calls, []
+        self.is_up = False
+        self.on_lost(lost, is_overfull)
+        if comes_back:
+            self.is_up = True
+            self.on_up()
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> list[NotingClient]:
+    made: list[NotingClient] = []
+
+    def make(*args: Any) -> NotingClient:
+        made.append(NotingClient(*args))
+        return made[-1]
+
+    monkeypatch.setattr(tokenizer_pool, "TokenizerClient", make)
+    return made
+
+
+def submit(pool: TokenizerPool, request_id: str, num_bytes: int = 1) -> Generation:
+    generation = Generation(request_id, 1000)
+    prompt = inference_pb2.Prompt(text="x" * num_bytes)
+    start = inference_pb2.SessionStart(complete=inference_pb2.CompleteRequest(prompts=[prompt]))
+    pool.submit(generation, start, 60.0)
+    return generation
+
+
+async def error_of(generation: Generation) -> TokenloomError:
+    error = (await generation.next_update()).error
+    assert error is not None
+    return error
+
+
+def test_what_was_too_large_for_a_session_is_not_sent_again_and_its_neighbours_once(
+    clients: list[NotingClient],
+) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        large, small = submit(pool, "large", 2 << 20), submit(pool, "small")
+        clients[0].lose(is_overfull=True)
+        assert [call.generation for call in clients[0].calls] == [small]
+        assert (await error_of(large)).reason == "REQUEST_TOO_LARGE"
+        clients[0].lose(is_overfull=True)
+        assert clients[0].calls == []
+        assert small.is_over
+
+    asyncio.run(story())
+
+
+def test_a_session_lost_for_another_reason_costs_a_large_request_nothing(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        large = submit(pool, "large", 2 << 20)
+        clients[0].lose()
+        assert [call.generation for call in clients[0].calls] == [large]
+
+    asyncio.run(story())
+
+
+def test_a_second_loss_has_a_wait_of_its_own(clients: list[NotingClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        generation = submit(pool, "r")
+        [call] = clients[0].calls
+        clients[0].lose(comes_back=False)
+        first = call.give_up
+        assert first is not None
+        clients[0].is_up = True
+        clients[0].on_up()
+        assert first.cancelled()
+        monkeypatch.setattr(tokenizer_pool, "TAKEOVER_WAIT_S", 0.05)
+        clients[0].lose(comes_back=False)
+        assert not generation.is_over
+        await asyncio.sleep(0.1)
+        assert (await error_of(generation)).reason == "SESSION_LOST"
+
+    asyncio.run(story())
+
+
+def test_a_request_given_up_while_it_waits_is_never_sent_again(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        generation = submit(pool, "r")
+        [call] = clients[0].calls
+        clients[0].lose(comes_back=False)
+        generation.abandon(Cancelled("gone"))
+        assert call.give_up is None
+        clients[0].is_up = True
+        clients[0].on_up()
+        assert clients[0].calls == []
+
+    asyncio.run(story())
