@@ -211,7 +211,7 @@ class Engine:
         """Take no new requests and tell the tokenizers."""
         self._is_draining = True
         self.readiness_changed.set()
-        for session in self._sessions:
+        for session in list(self._sessions):
             session.outbox.drain()
 
     async def wait_until_idle(self, limit_s: float) -> None:
@@ -232,7 +232,7 @@ class Engine:
                 if ended is not None:
                     ended.error = error
                     self._tell(ended)
-        for session in self._sessions:
+        for session in list(self._sessions):
             session.outbox.close()
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
