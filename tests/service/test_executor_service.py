@@ -217,7 +217,7 @@ def test_initialize_voids_open_streams_and_rows(with_executor: Callable[[Test], 
     with_executor(test)
 
 
-def test_a_second_stream_of_an_epoch_is_refused_until_the_first_has_ended(
+def test_a_second_stream_of_an_epoch_is_refused_and_the_epoch_ends_with_its_first(
     with_executor: Callable[[Test], None],
 ) -> None:
     async def test(client: Client) -> None:
@@ -230,7 +230,12 @@ def test_a_second_stream_of_an_epoch_is_refused_until_the_first_has_ended(
         assert (await ask(first, client.plan(2, [(1, 1, 3, [])]))).row_ids == [1]
         await first.done_writing()
         assert await first.read() is END_OF_STREAM
-        assert (await ask(client.stream(), client.plan(3, [(1, 1, 4, [])]))).row_ids == [1]
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await ask(client.stream(), client.plan(3, [(1, 1, 4, [])]))
+        assert from_rpc_error(failure.value).reason == "STALE_EPOCH"
+        await client.initialize()
+        again = client.plan(4, [(1, 3, 0, [1])], new_rows=[new_row(1, [5, 6, 7])])
+        assert (await ask(client.stream(), again)).row_ids == [1]
 
     with_executor(test)
 
@@ -313,7 +318,10 @@ def test_plans_beyond_the_bound_wait_in_the_scheduler_and_the_event_loop_stays_f
         await call.write(client.plan(1, [(1, 3, 0, [1])], new_rows=[new_row(1, [5, 6, 7])]))
         for step_id in range(2, 11):
             await call.write(client.plan(step_id, [(1, 1, step_id + 1, [])]))
-        # Health answers while the model's thread is held, and no more plans were taken meanwhile.
+        async with asyncio.timeout(LIMIT_S):
+            while len(taken) < MAX_PLANS_IN_FLIGHT:
+                await asyncio.sleep(0.01)
+        # Health answers while the model's thread is held, and no more plans are taken meanwhile.
         for _ in range(5):
             assert await client.serving() == health_pb2.HealthCheckResponse.SERVING
             await asyncio.sleep(0.05)
@@ -404,17 +412,71 @@ def test_callers_need_the_cluster_credential(folder: Path, tmp_path: Path, monke
     asyncio.run(main())
 
 
-def test_row_and_step_spans_join_the_traces_that_the_plan_carries(
-    with_executor: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def recorded_spans(monkeypatch: pytest.MonkeyPatch) -> tuple[trace.Tracer, InMemorySpanExporter]:
+    """Record the executor's spans; gives a tracer for the callers' and where all go when they end."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     monkeypatch.setattr(spans, "tracer", lambda: tracer)
-    of_request, of_plan = tracer.start_span("request"), tracer.start_span("plan")
+    return tracer, exporter
 
-    def carried(span: trace.Span) -> common_pb2.TraceContext:
-        return inject(context_of(span))
+
+def carried(span: trace.Span) -> common_pb2.TraceContext:
+    return inject(context_of(span))
+
+
+def test_plans_behind_the_one_that_runs_are_void_when_the_stream_ends_and_all_spans_end(
+    with_executor: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer, exporter = recorded_spans(monkeypatch)
+    of_request, of_plan = tracer.start_span("request"), tracer.start_span("plan")
+    started, go_on, ran = threading.Event(), threading.Event(), []
+    taken: list[int] = []
+    execute, unpack = Runner.execute, convert.plan_from_proto
+
+    def slow_execute(self: Runner, plan: Any) -> Any:
+        ran.append(plan.step_id)
+        started.set()
+        go_on.wait(LIMIT_S)
+        return execute(self, plan)
+
+    def counted(request: Any, defaults: Any) -> Any:
+        taken.append(request.step_id)
+        return unpack(request, defaults)
+
+    monkeypatch.setattr(Runner, "execute", slow_execute)
+    monkeypatch.setattr(convert, "plan_from_proto", counted)
+
+    async def ended(name: str, num: int) -> None:
+        async with asyncio.timeout(LIMIT_S / 2):
+            while [span.name for span in exporter.get_finished_spans()].count(name) < num:
+                await asyncio.sleep(0.01)
+
+    async def test(client: Client) -> None:
+        await client.initialize()
+        call = client.stream()
+        row = new_row(1, [5, 6, 7], trace=carried(of_request))
+        await call.write(client.plan(1, [(1, 3, 0, [1])], new_rows=[row], trace=carried(of_plan)))
+        await call.write(client.plan(2, [(1, 1, 3, [])], trace=carried(of_plan)))
+        await call.write(client.plan(3, [(1, 1, 4, [])], trace=carried(of_plan)))
+        await asyncio.to_thread(started.wait, LIMIT_S)
+        while len(taken) < 3:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await ended("executor.step", 3)
+        await ended("executor.row", 1)
+        go_on.set()
+        await client.initialize()  # behind everything that was queued
+        assert ran == [1]
+
+    with_executor(test)
+
+
+def test_row_and_step_spans_join_the_traces_that_the_plan_carries(
+    with_executor: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer, exporter = recorded_spans(monkeypatch)
+    of_request, of_plan = tracer.start_span("request"), tracer.start_span("plan")
 
     async def test(client: Client) -> None:
         await client.initialize()

@@ -1,7 +1,8 @@
 """Which scheduler's plans an executor obeys.
 
 Each Initialize begins an epoch: (boot id of this process, counter). Plans of any other epoch are refused, so that a
-scheduler that was replaced, or that speaks to a restarted executor, cannot write into memory that is not its own.
+scheduler that was replaced, or that speaks to a restarted executor, cannot write into memory that is not its own. An
+epoch ends with the stream that runs its plans: what was in flight there is lost, so nobody could go on from it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Epochs:
         self.boot_id = secrets.token_hex(8)
         self._counter = 0
         self._owner: object | None = None
+        self._is_over = False
 
     @property
     def owner(self) -> object | None:
@@ -28,16 +30,17 @@ class Epochs:
         """Begin a new epoch, which no stream owns yet; returns its counter."""
         self._counter += 1
         self._owner = None
+        self._is_over = False
         return self._counter
 
     def is_current(self, counter: int) -> bool:
         """Whether plans of that epoch may run; safe to ask from any thread."""
-        return counter == self._counter
+        return counter == self._counter and not self._is_over
 
     def check(self, boot_id: str, counter: int, stream: object) -> None:
         """Make `stream` the owner of the epoch that its plan names, or confirm that it is.
 
-        Raises: FailedPrecondition if the epoch is another or has an owner already.
+        Raises: FailedPrecondition if the epoch is another, is over, or has another owner.
         """
         if self._counter == 0 or (boot_id, counter) != (self.boot_id, self._counter):
             raise FailedPrecondition(
@@ -45,13 +48,20 @@ class Epochs:
                 f"{self.boot_id}/{self._counter}; call Initialize",
                 reason="STALE_EPOCH",
             )
+        if self._is_over:
+            raise FailedPrecondition(
+                f"epoch {boot_id}/{counter} ended with its stream; call Initialize", reason="STALE_EPOCH"
+            )
         if self._owner not in (None, stream):
             raise FailedPrecondition(
                 "another stream runs the plans of this epoch; call Initialize to take over", reason="EPOCH_TAKEN"
             )
         self._owner = stream
 
-    def release(self, stream: object) -> None:
-        """Let another stream own the epoch, if `stream` does."""
-        if self._owner is stream:
-            self._owner = None
+    def end(self, stream: object) -> bool:
+        """End the epoch if `stream` owns it; returns whether it did."""
+        if self._owner is not stream:
+            return False
+        self._owner = None
+        self._is_over = True
+        return True

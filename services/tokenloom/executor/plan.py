@@ -62,7 +62,8 @@ class PlannedRow:
     Args:
         row_id: a known row, or one that begins with this plan.
         num_scheduled_tokens: how many, at least 1.
-        num_computed_tokens: tokens whose KV is written already.
+        num_computed_tokens: tokens whose KV is written already: where the row's last plan ended, or in its first plan
+            the length of a cached prefix.
         new_block_ids: appended to the row's block table.
         feeds_back: the last of the tokens is the one that the row's previous plan sampled.
     """
@@ -72,6 +73,11 @@ class PlannedRow:
     num_computed_tokens: int
     new_block_ids: Sequence[int] = ()
     feeds_back: bool = False
+
+    @property
+    def end(self) -> int:
+        """Where its tokens end, exclusive."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
 
 @dataclass(frozen=True)

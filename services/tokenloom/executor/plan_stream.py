@@ -79,14 +79,22 @@ class PlanStream:
         Raises: FailedPrecondition after the results before it, if a plan is of another epoch.
         """
         while (plan := await self._in_flight.get()) is not None:
-            outcome = await plan.outcome
-            plan.span.end()
+            try:
+                outcome = await plan.outcome
+            finally:
+                plan.span.end()
             yield self._response(plan.step_id, outcome)
             self._slots.release()
 
     def void(self) -> None:
         """End the stream with FAILED_PRECONDITION once what is in flight is answered: a new epoch has begun."""
         self._in_flight.put_nowait(_InFlight(0, trace.INVALID_SPAN, _known(_stale())))
+
+    def end_spans(self) -> None:
+        """End the spans of plans that nobody will be told of; to be called when the stream has ended."""
+        while not self._in_flight.empty():
+            if (plan := self._in_flight.get_nowait()) is not None:
+                plan.span.end()
 
     def _accept(self, request: executor_pb2.ExecuteRequest) -> _InFlight:
         """Hand a plan to the worker, or know its outcome at once if it is faulty."""
@@ -98,10 +106,10 @@ class PlanStream:
             self._check_order(request.step_id)
             plan = convert.plan_from_proto(request, parts.defaults)
             parts.spans.follow(request)
-            span = parts.spans.step(request)
             counter = request.epoch.counter
             loop = asyncio.get_running_loop()
             outcome: asyncio.Future[Outcome] = loop.run_in_executor(parts.worker, self._run, plan, counter, arrived_s)
+            span = parts.spans.step(request)
         except TokenloomError as error:
             outcome = _known(error)
         return _InFlight(request.step_id, span, outcome)
@@ -143,7 +151,7 @@ class PlanStream:
 
 
 def _stale() -> FailedPrecondition:
-    return FailedPrecondition("a new epoch has begun; this stream is void", reason="STALE_EPOCH")
+    return FailedPrecondition("the epoch of this stream is over", reason="STALE_EPOCH")
 
 
 def _known(outcome: Outcome) -> asyncio.Future[Outcome]:

@@ -7,6 +7,9 @@ Rules
    fault and fails the plan. What is wrong inside a new row (a token outside the vocabulary) fails that row alone.
 3. A failed row stays known and failed until the scheduler finishes it; plans that were in flight may still name it.
 4. A row's ids grow by one when it samples. Plans run in order, so a row that feeds back finds its token there.
+5. A row's plans follow one another without a gap: only its first one may begin behind tokens that it did not compute
+   itself (a prefix hit). Memory that it has not written would be another row's.
+6. No block is twice in a table, and no two rows of a plan write into the same block.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Row:
     Args:
         token_ids: prompt, generated and sampled ids.
         block_ids: the block table, in order.
+        num_computed: tokens whose KV is written; None before its first plan, which may begin behind a cached prefix.
         failure: why nothing more is computed for it; None while it is good.
         counts: kept if its parameters have penalties.
     """
@@ -40,6 +44,7 @@ class Row:
     token_ids: list[int]
     sampling: SamplingParams
     block_ids: list[int] = field(default_factory=list)
+    num_computed: int | None = None
     counts: PenaltyCounts | None = None
     failure: TokenloomError | None = None
     has_sampled: bool = False
@@ -108,8 +113,8 @@ class RowTable:
         for planned in plan.rows:
             row = known[planned.row_id]
             row.block_ids.extend(planned.new_block_ids)
-            end = planned.num_computed_tokens + planned.num_scheduled_tokens
-            scheduled.append(ScheduledRow(row, planned.num_computed_tokens, end))
+            row.num_computed = planned.end
+            scheduled.append(ScheduledRow(row, planned.num_computed_tokens, planned.end))
         return scheduled
 
     def _make(self, new: NewRow) -> Row:
@@ -141,30 +146,57 @@ class RowTable:
         num_tokens = sum(planned.num_scheduled_tokens for planned in plan.rows)
         if num_tokens > limits.max_num_batched_tokens:
             raise _malformed(plan, f"{num_tokens} tokens; at most {limits.max_num_batched_tokens}")
+        writers: dict[int, int] = {}
         for planned in plan.rows:
             if (row := known.get(planned.row_id)) is None:
                 raise _malformed(plan, f"row {planned.row_id} is unknown")
             self._check_row(plan, planned, row)
+            if row.failure is not None:
+                continue  # nothing is computed for it
+            for block_id in self._written_blocks(planned, row):
+                if writers.setdefault(block_id, row.row_id) != row.row_id:
+                    raise _malformed(
+                        plan, f"rows {writers[block_id]} and {row.row_id} both write into block {block_id}"
+                    )
 
     def _check_row(self, plan: Plan, planned: PlannedRow, row: Row) -> None:
         limits = self._limits
         name = f"row {planned.row_id}"
-        end = planned.num_computed_tokens + planned.num_scheduled_tokens
+        end = planned.end
         if planned.num_scheduled_tokens < 1 or planned.num_computed_tokens < 0:
             raise _malformed(plan, f"{name} computes nothing")
         if end > limits.max_model_len:
             raise _malformed(plan, f"{name} reaches token {end} of at most {limits.max_model_len}")
-        for block_id in planned.new_block_ids:
-            if not 0 < block_id < self._num_blocks:
-                raise _malformed(plan, f"{name} has block {block_id}; blocks are 1 to {self._num_blocks - 1}")
+        self._check_new_blocks(plan, planned, row)
         if (len(row.block_ids) + len(planned.new_block_ids)) * limits.block_size < end:
             raise _malformed(plan, f"{name} has too few blocks for {end} tokens")
         if row.failure is not None:
             return  # its ids stopped growing while plans were in flight
+        if row.num_computed not in (None, planned.num_computed_tokens):
+            raise _malformed(
+                plan, f"{name} begins at token {planned.num_computed_tokens} and has computed {row.num_computed}"
+            )
         if end > len(row.token_ids):
             raise _malformed(plan, f"{name} has {len(row.token_ids)} token ids and computes up to {end}")
         if planned.feeds_back and not (row.has_sampled and end == len(row.token_ids)):
             raise _malformed(plan, f"{name} feeds back and the last token of its range was not sampled")
+
+    def _check_new_blocks(self, plan: Plan, planned: PlannedRow, row: Row) -> None:
+        if not planned.new_block_ids:
+            return
+        name, table = f"row {planned.row_id}", set(row.block_ids)
+        for block_id in planned.new_block_ids:
+            if not 0 < block_id < self._num_blocks:
+                raise _malformed(plan, f"{name} has block {block_id}; blocks are 1 to {self._num_blocks - 1}")
+            if block_id in table:
+                raise _malformed(plan, f"{name} has block {block_id} twice")
+            table.add(block_id)
+
+    def _written_blocks(self, planned: PlannedRow, row: Row) -> list[int]:
+        """Blocks that hold the tokens which a checked row of a plan computes."""
+        table, new, size = row.block_ids, planned.new_block_ids, self._limits.block_size
+        indices = range(planned.num_computed_tokens // size, (planned.end - 1) // size + 1)
+        return [table[i] if i < len(table) else new[i - len(table)] for i in indices]
 
 
 def _malformed(plan: Plan, what: str) -> InvalidArgument:

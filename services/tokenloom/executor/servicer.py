@@ -3,7 +3,7 @@
 All work on the model happens in one thread, so that the event loop stays free for frames and health checks and a
 runner needs no locks. Plans wait for that thread in the order they came; when too many wait, a stream is not read from
 and gRPC's flow control holds the scheduler back. Initialize begins a new epoch: it waits for the plan that runs, and
-what is queued of the old epoch is never run.
+what is queued of the old epoch is never run. An epoch ends with its stream, too, however that ends.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: object
     ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
-        """Run a scheduler's plans; one stream at a time per epoch."""
+        """Run a scheduler's plans; one stream per epoch."""
         loaded = await self._wait_loaded()
         defaults = loaded.capabilities.default_sampling
         stream = PlanStream(StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults))
@@ -99,11 +99,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             async for response in stream.responses():
                 yield response
         finally:
-            self._epochs.release(stream)
+            if self._epochs.end(stream):
+                self._spans.end_all()
             reader.cancel()
             # How the client ended the stream no longer matters.
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await reader
+            stream.end_spans()
 
     async def _wait_loaded(self) -> Loaded:
         try:

@@ -23,7 +23,8 @@ def new_row(row_id: int = 1, **changes: Any) -> NewRow:
 
 
 def begin(table: RowTable, row_id: int = 1) -> None:
-    table.apply(Plan(1, [PlannedRow(row_id, 5, 0, [1, 2])], [new_row(row_id)]))
+    """A row that has computed all but the last token of its prompt."""
+    table.apply(Plan(1, [PlannedRow(row_id, 4, 0, [1, 2])], [new_row(row_id)]))
 
 
 @pytest.fixture
@@ -60,7 +61,20 @@ def test_a_row_that_feeds_back_reads_the_token_it_sampled(table: RowTable) -> No
         (Plan(2, [PlannedRow(1, 1, 4, feeds_back=True)]), "was not sampled"),
         (Plan(2, [PlannedRow(1, 1, 4, [10])]), "block 10; blocks are 1 to 9"),
         (Plan(2, [PlannedRow(1, 1, 4, [0])]), "block 0"),
+        (Plan(2, [PlannedRow(1, 1, 4, [3, 2])]), "block 2 twice"),
+        (Plan(2, [PlannedRow(2, 5, 0, [3, 3])], [new_row(2)]), "block 3 twice"),
         (Plan(2, [PlannedRow(2, 5, 0, [3])], [new_row(2)]), "too few blocks for 5 tokens"),
+        (Plan(2, [PlannedRow(1, 1, 5)]), "begins at token 5 and has computed 4"),
+        (Plan(2, [PlannedRow(1, 3, 2)]), "begins at token 2 and has computed 4"),
+        (Plan(2, [PlannedRow(1, 2, -1)]), "computes nothing"),
+        (
+            Plan(2, [PlannedRow(1, 1, 4), PlannedRow(2, 1, 0, [2])], [new_row(2)]),
+            "rows 1 and 2 both write into block 2",
+        ),
+        (
+            Plan(2, [PlannedRow(2, 5, 0, [3, 4]), PlannedRow(3, 4, 0, [4])], [new_row(2), new_row(3)]),
+            "rows 2 and 3 both write into block 4",
+        ),
         (Plan(2, [PlannedRow(1, 1, 4)], [new_row(1)]), "new and known already"),
         (Plan(2, [PlannedRow(1, 1, 4)], [new_row(2)]), "row 2 is new and computes nothing"),
         (Plan(2, [PlannedRow(1, 1, 30)]), "reaches token 31 of at most 20"),
@@ -77,6 +91,42 @@ def test_a_malformed_plan_is_refused_and_changes_nothing(table: RowTable, plan: 
     assert len(table) == 1
     assert scheduled.row.block_ids == [1, 2]
     assert scheduled.row.token_ids == PROMPT
+
+
+def test_only_a_rows_first_plan_may_begin_behind_tokens_that_it_did_not_compute(table: RowTable) -> None:
+    (hit,) = table.apply(Plan(1, [PlannedRow(1, 1, 4, [7, 8])], [new_row()]))
+    assert (hit.first, hit.end, hit.row.block_ids) == (4, 5, [7, 8])
+    hit.row.append(42)
+    hit.row.append(43)
+    with pytest.raises(InvalidArgument, match="begins at token 6 and has computed 5"):
+        table.apply(Plan(2, [PlannedRow(1, 1, 6)]))
+    (next_one,) = table.apply(Plan(3, [PlannedRow(1, 2, 5)]))
+    assert (next_one.first, next_one.end) == (5, 7)
+
+
+def test_rows_may_read_the_same_blocks_but_not_write_into_them(table: RowTable) -> None:
+    rows = [PlannedRow(1, 1, 4, [1, 2]), PlannedRow(2, 1, 4, [1, 3])]
+    shared = table.apply(Plan(1, rows, [new_row(1), new_row(2)]))
+    assert [s.row.block_ids for s in shared] == [[1, 2], [1, 3]]
+
+
+def test_a_block_may_go_from_a_finished_row_to_another_in_one_plan(table: RowTable) -> None:
+    begin(table)
+    (scheduled,) = table.apply(Plan(2, [PlannedRow(2, 5, 0, [2, 1])], [new_row(2)], finished_row_ids=[1]))
+    assert scheduled.row.block_ids == [2, 1]
+
+
+def test_a_row_that_failed_writes_nothing_and_holds_up_nobody(table: RowTable) -> None:
+    bad = new_row(1, prompt_token_ids=[99] * 5)
+    table.apply(Plan(1, [PlannedRow(1, 4, 0, [1])], [bad]))
+    _, good = table.apply(Plan(2, [PlannedRow(1, 1, 3), PlannedRow(2, 4, 0, [1])], [new_row(2)]))
+    assert good.row.failure is None
+
+
+def test_a_plan_without_rows_only_finishes(table: RowTable) -> None:
+    begin(table)
+    assert table.apply(Plan(2, [], finished_row_ids=[1])) == []
+    assert len(table) == 0
 
 
 def test_finished_rows_are_forgotten_before_new_ones_are_looked_at(table: RowTable) -> None:
