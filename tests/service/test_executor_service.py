@@ -26,10 +26,12 @@ from tokenloom.common.errors import FailedPrecondition, InvalidArgument, Unauthe
 from tokenloom.common.telemetry import context_of, inject
 from tokenloom.executor import convert, spans
 from tokenloom.executor.config import ExecutorConfig
+from tokenloom.executor.epochs import Epochs
 from tokenloom.executor.model import PagedModel
 from tokenloom.executor.plan_stream import MAX_PLANS_IN_FLIGHT
 from tokenloom.executor.runner import Runner
 from tokenloom.executor.servicer import SERVICE_NAME
+from tokenloom.executor.spans import RowSpans
 from tokenloom.executor.stage import ExecutorStage
 
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
@@ -82,6 +84,12 @@ class Client:
 
 def new_row(row_id: int, prompt: list[int], **others: Any) -> executor_pb2.NewRow:
     return executor_pb2.NewRow(**{"row_id": row_id, "prompt_token_ids": prompt, "sampling": GREEDY, **others})
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what nothing signals; `with_executor` bounds it."""
+    while not is_so():
+        await asyncio.sleep(0.01)
 
 
 async def ask(call: Any, plan: Any) -> Any:
@@ -318,9 +326,7 @@ def test_plans_beyond_the_bound_wait_in_the_scheduler_and_the_event_loop_stays_f
         await call.write(client.plan(1, [(1, 3, 0, [1])], new_rows=[new_row(1, [5, 6, 7])]))
         for step_id in range(2, 11):
             await call.write(client.plan(step_id, [(1, 1, step_id + 1, [])]))
-        async with asyncio.timeout(LIMIT_S):
-            while len(taken) < MAX_PLANS_IN_FLIGHT:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(taken) >= MAX_PLANS_IN_FLIGHT)
         # Health answers while the model's thread is held, and no more plans are taken meanwhile.
         for _ in range(5):
             assert await client.serving() == health_pb2.HealthCheckResponse.SERVING
@@ -431,8 +437,8 @@ def test_plans_behind_the_one_that_runs_are_void_when_the_stream_ends_and_all_sp
     tracer, exporter = recorded_spans(monkeypatch)
     of_request, of_plan = tracer.start_span("request"), tracer.start_span("plan")
     started, go_on, ran = threading.Event(), threading.Event(), []
-    taken: list[int] = []
-    execute, unpack = Runner.execute, convert.plan_from_proto
+    may_run: list[bool] = []
+    execute, is_current = Runner.execute, Epochs.is_current
 
     def slow_execute(self: Runner, plan: Any) -> Any:
         ran.append(plan.step_id)
@@ -440,17 +446,24 @@ def test_plans_behind_the_one_that_runs_are_void_when_the_stream_ends_and_all_sp
         go_on.wait(LIMIT_S)
         return execute(self, plan)
 
-    def counted(request: Any, defaults: Any) -> Any:
-        taken.append(request.step_id)
-        return unpack(request, defaults)
+    def noted(self: Epochs, counter: int) -> bool:
+        may_run.append(is_current(self, counter))
+        return may_run[-1]
 
     monkeypatch.setattr(Runner, "execute", slow_execute)
-    monkeypatch.setattr(convert, "plan_from_proto", counted)
+    monkeypatch.setattr(Epochs, "is_current", noted)
 
-    async def ended(name: str, num: int) -> None:
-        async with asyncio.timeout(LIMIT_S / 2):
-            while [span.name for span in exporter.get_finished_spans()].count(name) < num:
-                await asyncio.sleep(0.01)
+    def num_ended(name: str) -> int:
+        return [span.name for span in exporter.get_finished_spans()].count(name)
+
+    accepted: list[int] = []
+    start_step = RowSpans.step
+
+    def counted(self: RowSpans, request: Any) -> trace.Span:
+        accepted.append(request.step_id)
+        return start_step(self, request)
+
+    monkeypatch.setattr(RowSpans, "step", counted)
 
     async def test(client: Client) -> None:
         await client.initialize()
@@ -460,12 +473,12 @@ def test_plans_behind_the_one_that_runs_are_void_when_the_stream_ends_and_all_sp
         await call.write(client.plan(2, [(1, 1, 3, [])], trace=carried(of_plan)))
         await call.write(client.plan(3, [(1, 1, 4, [])], trace=carried(of_plan)))
         await asyncio.to_thread(started.wait, LIMIT_S)
-        while len(taken) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(accepted) == 3)
         call.cancel()
-        await ended("executor.step", 3)
-        await ended("executor.row", 1)
+        await until(lambda: num_ended("executor.step") == 3 and num_ended("executor.row") == 1)
         go_on.set()
+        await until(lambda: len(may_run) == 3)
+        assert may_run == [True, False, False]
         await client.initialize()  # behind everything that was queued
         assert ran == [1]
 
