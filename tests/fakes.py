@@ -416,21 +416,23 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
     def _emit(self, frame: inference_pb2.SessionResponse, handle: int, index: int, request: _FakeRequest) -> None:
         choice, outputs, sampling = request.choices[index], frame.outputs, request.options.sampling
         position = choice.num_sent
-        text = choice.texts[position] * self.repeat
+        rows = [(1, choice.texts[position] * self.repeat)]
         if position == 0 and request.start.complete.echo:
-            text = choice.prompt + text
-        outputs.handles.append(handle)
-        outputs.choice_indexes.append(index)
-        outputs.first_token_indexes.append(position)
-        outputs.num_tokens.append(1)
-        outputs.texts.append(text)
+            rows.insert(0, (0, choice.prompt))
+        for num_tokens, text in rows:
+            outputs.handles.append(handle)
+            outputs.choice_indexes.append(index)
+            outputs.first_token_indexes.append(position)
+            outputs.num_tokens.append(num_tokens)
+            outputs.texts.append(text)
         choice.num_sent += 1
         delta = inference_pb2.Delta(choice_index=index, first_token_index=position, num_tokens=1)
         if request.options.return_token_ids:
             delta.token_ids.append(1000 + position)
         if sampling.HasField("num_logprobs"):
             delta.logprobs.append(_fake_logprobs(choice.texts[position], sampling.num_logprobs))
-        if position == 0 and sampling.HasField("num_prompt_logprobs"):
+        is_first = position == 0 and index % (request.options.num_choices or 1) == 0
+        if is_first and sampling.HasField("num_prompt_logprobs"):
             words = choice.prompt.split()[1:]
             delta.prompt_logprobs.extend(_fake_logprobs(f" {word}", sampling.num_prompt_logprobs) for word in words)
         if delta.token_ids or delta.logprobs or delta.prompt_logprobs:

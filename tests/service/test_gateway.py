@@ -207,6 +207,18 @@ def test_echo_with_logprobs_begins_with_the_prompt(http: httpx.Client) -> None:
     assert choice["logprobs"]["text_offset"][:3] == [0, 1, 3]
 
 
+def test_each_choice_of_a_stream_echoes_the_prompts_logprobs(http: httpx.Client) -> None:
+    body = {"prompt": ["a b c", "d"], "n": 2, "max_tokens": 2, "echo": True, "logprobs": 1, "seed": 1}
+    whole = http.post("/v1/completions", json=body).json()["choices"]
+    streamed: list[list[str]] = [[], [], [], []]
+    for event in events_of(http.post("/v1/completions", json={**body, "stream": True}).text):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += (choice["logprobs"] or {}).get("tokens", [])
+            assert "prompt_token_ids" not in choice
+    assert [tokens[:-2] for tokens in streamed] == [["a", " b", " c"]] * 2 + [["d"]] * 2
+    assert streamed == [choice["logprobs"]["tokens"] for choice in whole]
+
+
 def test_128_choices_are_answered(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": [USER], "n": 128, "max_tokens": 1}).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(128))

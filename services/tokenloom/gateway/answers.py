@@ -125,6 +125,7 @@ class WholeAnswer:
         for index, new in update.choices.items():
             choice = self._choices.setdefault(index, ChoiceUpdate())
             self._texts.setdefault(index, []).append(new.text)
+            choice.echoed += new.echoed
             choice.num_tokens += new.num_tokens
             choice.token_ids += new.token_ids
             choice.logprobs += new.logprobs

@@ -59,8 +59,10 @@ def completion_start(body: CompletionBody, context: CallContext) -> Start:
         options=_options(body, body.num_logprobs, body.max_generated_tokens, context),
         echo=bool(body.echo),
     )
-    if body.echo and body.num_logprobs is not None and body.prompt_logprobs is None:
-        complete.options.sampling.num_prompt_logprobs = body.num_logprobs
+    if body.echo and body.num_logprobs is not None:
+        if body.prompt_logprobs is None:
+            complete.options.sampling.num_prompt_logprobs = body.num_logprobs
+        complete.options.return_token_ids = True  # the prompt's length tells when its logprobs are complete
     return Start(key_digest=context.key_digest, trace=context.trace, complete=complete)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Finish, Position
-from tokenloom.gateway.logprob_formats import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from tokenloom.gateway.logprob_formats import CompletionLogprobs, EchoedPrompt, chat_logprobs, prompt_logprobs
 
 
 class Format(Protocol):
@@ -130,11 +130,13 @@ class CompletionFormat:
         self._has_prompt_logprobs = has_prompt_logprobs
         self._num_choices = num_choices
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoed_prompts: dict[int, EchoedPrompt] = {}
         self._unsent_prompts: dict[int, list[int]] = {}
         self._prompt_logprobs: list[Position] = []
 
     def begin(self, accepted: Accepted) -> None:
-        """Note the prompts' ids, which go out with each choice's first piece."""
+        """Note the prompts' ids, which go out with each choice's first piece, and their lengths."""
+        self._echoed_prompts = {i: EchoedPrompt(len(prompt)) for i, prompt in enumerate(accepted.prompts)}
         if self._has_token_ids:
             choices = enumerate(prompt for prompt in accepted.prompts for _ in range(self._num_choices))
             self._unsent_prompts = dict(choices)
@@ -150,7 +152,14 @@ class CompletionFormat:
         )
 
     def last_chunk(self, index: int, finish: Finish) -> dict[str, Any]:
-        """Closes with empty text."""
+        """Closes with empty text, and with the logprobs that were held back."""
+        ended = self._ended(index, finish)
+        if (logprobs := self._logprobs.get(index)) is not None and logprobs.is_holding:
+            ended["logprobs"] = logprobs.render(ChoiceUpdate(finish=finish))
+        return ended
+
+    @staticmethod
+    def _ended(index: int, finish: Finish) -> dict[str, Any]:
         return {
             "index": index,
             "text": "",
@@ -166,7 +175,7 @@ class CompletionFormat:
             self._prompt_logprobs = choice.prompt_logprobs
         else:  # only the first choice of a prompt brings them
             choice.prompt_logprobs = self._prompt_logprobs
-        whole: dict[str, Any] = {**self.last_chunk(index, choice.finish), "text": choice.text}
+        whole: dict[str, Any] = {**self._ended(index, choice.finish), "text": choice.text}
         if self._has_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
         return self._with_details(whole, choice)
@@ -177,10 +186,15 @@ class CompletionFormat:
 
     def _with_details(self, choice: dict[str, Any], update: ChoiceUpdate) -> dict[str, Any]:
         if self._has_logprobs:
-            logprobs = self._logprobs.setdefault(choice["index"], CompletionLogprobs(self._echo))
-            choice["logprobs"] = logprobs.render(update.text, update.prompt_logprobs, update.logprobs)
+            choice["logprobs"] = self._render_logprobs(choice["index"], update)
         if self._has_token_ids:
             choice["token_ids"] = update.token_ids
             if choice["index"] in self._unsent_prompts:
                 choice["prompt_token_ids"] = self._unsent_prompts.pop(choice["index"])
         return choice
+
+    def _render_logprobs(self, index: int, update: ChoiceUpdate) -> dict[str, Any]:
+        prompt = self._echoed_prompts.setdefault(index // self._num_choices, EchoedPrompt(0)) if self._echo else None
+        if prompt is not None and index % self._num_choices == 0:
+            prompt.add(update)
+        return self._logprobs.setdefault(index, CompletionLogprobs(prompt)).render(update)

@@ -65,9 +65,10 @@ class Accepted:
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """What is new in one choice."""
+    """What is new in one choice. `echoed` is the part of `text` that is known to be the prompt's."""
 
     text: str = ""
+    echoed: str = ""
     num_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Position] = field(default_factory=list)
@@ -125,6 +126,7 @@ class Generation:
         self._max_buffered_bytes = max_buffered_bytes
         self._num_buffered_bytes = 0
         self._update = Update()
+        self._begun_choices: set[int] = set()
         self._has_news = asyncio.Event()
         self._is_awaited = False
 
@@ -151,6 +153,9 @@ class Generation:
         choice = self._update.choice(choice_index)
         choice.text += text
         choice.num_tokens += num_tokens
+        if choice_index not in self._begun_choices:
+            self._begun_choices.add(choice_index)
+            choice.echoed = "" if num_tokens else text  # text before the first token
         self._buffered(len(text) if text.isascii() else len(text.encode()))
 
     def add_details(
@@ -188,6 +193,7 @@ class Generation:
         """Its session was lost before the client saw anything: another one begins anew."""
         if not self.is_over:
             self._update = Update(was_restarted=True)
+            self._begun_choices.clear()
             self._num_buffered_bytes = 0
             self._has_news.set()
 

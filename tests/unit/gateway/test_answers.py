@@ -126,7 +126,7 @@ def test_half_an_answer_is_never_sent_as_a_whole_one() -> None:
 
 def test_echoed_logprobs_begin_with_the_first_prompt_token_without_a_logprob() -> None:
     answer = WholeAnswer(HEAD, CompletionFormat(has_logprobs=True, echo=True), 1)
-    answer.add(Update(accepted=ACCEPTED, choices={0: ChoiceUpdate(text="one two")}))
+    answer.add(Update(accepted=ACCEPTED, choices={0: ChoiceUpdate("one two", "one two")}))
     answer.add(Update(choices={0: ChoiceUpdate(prompt_logprobs=[position(" two")])}))
     generated = ChoiceUpdate(text=" three", logprobs=[position(" three", float("-inf"))], finish=Finish("length"))
     answer.add(Update(choices={0: generated}, usage=USAGE))

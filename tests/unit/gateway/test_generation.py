@@ -94,3 +94,15 @@ def test_a_restart_forgets_what_the_handler_has_not_seen() -> None:
     update = collect(generation)
     assert update.was_restarted
     assert update.choices[0].text == "new"
+
+
+def test_only_text_before_a_choices_first_token_is_the_prompts() -> None:
+    generation = Generation("r", 1000)
+    generation.add_text(0, "prompt", 0)
+    generation.add_text(0, "a", 1)
+    generation.add_text(0, "late", 0)
+    generation.add_text(1, "b", 1)
+    generation.add_text(1, "late", 0)
+    update = collect(generation)
+    assert (update.choices[0].text, update.choices[0].echoed) == ("promptalate", "prompt")
+    assert update.choices[1].echoed == ""
