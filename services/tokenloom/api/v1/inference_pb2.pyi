@@ -186,8 +186,8 @@ class GenerationOptions(_message.Message):
 
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
-        """A resubmission after a failure: the ids that each choice had already, in order of choice index. Generation goes on
-        and deltas begin behind them. Empty: a new request.
+        """A resubmission after a failure: the ids that each choice had already, in order of choice index, at most max_tokens
+        of each. Generation goes on and deltas begin behind them. Empty: a new request.
         """
 
     def __init__(
@@ -349,7 +349,9 @@ class CompleteRequest(_message.Message):
     """Send the prompt's text before the generated text, in a delta of 0 tokens; not to choices that are resumed."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
-        """1 to 1,024 prompts. Choices are numbered prompt by prompt: index = prompt * num_choices + choice."""
+        """1 to 1,024 prompts, of at most 1,000,000 tokens together. Choices are numbered prompt by prompt:
+        index = prompt * num_choices + choice.
+        """
 
     @_builtins.property
     def options(self) -> Global___GenerationOptions:
@@ -939,7 +941,7 @@ class SessionAccepted(_message.Message):
     """Which request."""
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """As for a direct client."""
+        """As for a direct client, but with prompts only if options.return_token_ids."""
 
     def __init__(
         self,
