@@ -109,6 +109,14 @@ async def greedy(stack: Stack, prompts: list[list[int]], at_a_time: int = 16) ->
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
+def forced(model: Any, prompt: list[int], token_ids: list[int]) -> list[int]:
+    """What the model itself finds most likely at the place of each of `token_ids`, all before it given."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    found: list[int] = logits.float().argmax(-1).tolist()
+    return found
+
+
 def assert_equal(found: list[Reference], ours: list[list[int]]) -> None:
     wholly = sum(reference.token_ids == token_ids for reference, token_ids in zip(found, ours, strict=True))
     differing = [(r.prompt_ids, r.token_ids, t) for r, t in zip(found, ours, strict=True) if not r.agrees(t)]
@@ -159,3 +167,17 @@ def test_bf16_agrees_with_transformers_when_teacher_forced(embedded_weights: Pat
     assert len(ours) == len(theirs) > 100
     agreeing = sum(a == b for a, b in zip(ours, theirs, strict=True))
     assert agreeing / len(theirs) >= 0.97, f"{agreeing} of {len(theirs)}"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_decode_over_a_bf16_cache_agrees_with_transformers_when_teacher_forced(family: Family, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / f"tiny-{family}", family)
+    prompts = tokenize(str(folder), PROMPTS[:4] + PROMPTS[10:14])
+    with running_stack(f"--model={folder}", "--dtype=bfloat16") as stack:
+        ours = asyncio.run(greedy(stack, prompts))
+    model = load(folder, torch.bfloat16)
+    theirs = [forced(model, prompt, token_ids) for prompt, token_ids in zip(prompts, ours, strict=True)]
+    pairs = [pair for our, their in zip(ours, theirs, strict=True) for pair in zip(our, their, strict=True)]
+    assert len(pairs) == len(prompts) * NUM_OUTPUT
+    agreeing = sum(a == b for a, b in pairs)
+    assert agreeing / len(pairs) >= 0.97, f"{agreeing} of {len(pairs)}"
