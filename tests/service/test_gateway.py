@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from opentelemetry.trace import SpanKind
 
 from tests.fakes import FAKE_MODEL, fake_tokens
 from tests.service.gateway_stack import GatewayStack, running_gateway
-from tokenloom.gateway import middleware
+from tokenloom.gateway import delivery, formats, logprob_formats, middleware
 
 USER: Any = {"role": "user", "content": "hi there"}
 PROMPT = "user: hi there"
@@ -217,6 +218,28 @@ def test_each_choice_of_a_stream_echoes_the_prompts_logprobs(http: httpx.Client)
             assert "prompt_token_ids" not in choice
     assert [tokens[:-2] for tokens in streamed] == [["a", " b", " c"]] * 2 + [["d"]] * 2
     assert streamed == [choice["logprobs"]["tokens"] for choice in whole]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answers_are_written_outside_the_loops_thread(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    names: list[str] = []
+    write = logprob_formats.chat_logprobs
+
+    def noting(positions: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return write(positions)
+
+    monkeypatch.setattr(formats, "chat_logprobs", noting)
+    body = {"messages": [USER], "max_tokens": 4, "logprobs": True, "top_logprobs": 3, "stream": stream}
+    http.post("/v1/chat/completions", json=body)
+    assert not any(name.startswith("large-work") for name in names)
+    names.clear()
+    monkeypatch.setattr(delivery, "MAX_LOOP_ENTRIES", 3)
+    http.post("/v1/chat/completions", json=body)
+    assert names
+    assert all(name.startswith("large-work") for name in names)
 
 
 def test_128_choices_are_answered(http: httpx.Client) -> None:

@@ -132,6 +132,11 @@ class WholeAnswer:
             choice.prompt_logprobs += new.prompt_logprobs
             choice.finish = new.finish or choice.finish
 
+    @property
+    def num_entries(self) -> int:
+        """Its size for those who write it."""
+        return sum(choice.num_entries for choice in self._choices.values())
+
     def body(self, usage: Usage) -> bytes:
         """The whole answer as JSON.
 

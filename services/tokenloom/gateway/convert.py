@@ -6,7 +6,7 @@ are dealt to their generations in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -16,8 +16,12 @@ from tokenloom.common.errors import from_proto
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Usage
 from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
+from tokenloom.gateway.sized_work import IDS_PER_ENTRY, Turns
 
 _U64 = 2**64 - 1
+# An entry takes about two microseconds, so others wait for about three milliseconds.
+_MAX_ENTRIES_PER_TURN = 1500
+_POSITIONS_PER_PORTION = 64
 Start = inference_pb2.SessionStart  # made here, sent by the tokenizer client, opaque to what lies between
 FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -131,8 +135,8 @@ def _prompt(prompt: str | list[int]) -> inference_pb2.Prompt:
     return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
 
 
-def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]) -> list[int]:
-    """Deal a frame's parts to their generations, in field order.
+async def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]) -> list[int]:
+    """Deal a frame's parts to their generations, in field order. Within a large frame others get to run.
 
     Args:
         frame: what one or more engine steps brought.
@@ -140,10 +144,12 @@ def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generati
 
     Returns: handles of requests that ended.
     """
+    turns = Turns(_MAX_ENTRIES_PER_TURN)
     for accepted in frame.accepted:
+        await turns.next(sum(len(prompt.ids) for prompt in accepted.accepted.prompts) // IDS_PER_ENTRY)
         if generation := find(accepted.handle):
             generation.accept(_accepted(accepted.accepted))
-    _deliver_outputs(frame.outputs, find)
+    await _deliver_outputs(frame.outputs, find, turns)
     for end in frame.choices_finished:
         if generation := find(end.handle):
             generation.finish_choice(end.finished.choice_index, _finish(end.finished))
@@ -159,20 +165,53 @@ def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generati
     return ended
 
 
-def _deliver_outputs(outputs: inference_pb2.TextOutputs, find: Callable[[int], Generation | None]) -> None:
-    rows = zip(outputs.handles, outputs.choice_indexes, outputs.num_tokens, outputs.texts, strict=True)
-    for handle, choice_index, num_tokens, text in rows:
+async def _deliver_outputs(
+    outputs: inference_pb2.TextOutputs, find: Callable[[int], Generation | None], turns: Turns
+) -> None:
+    """Deal rows, each with its details, so that a handler that gets to run sees them together if they are small."""
+    details: dict[tuple[int, int, int], list[_Details]] = {}
+    for extra in outputs.extras:
+        key = (extra.handle, extra.delta.choice_index, extra.delta.first_token_index)
+        details.setdefault(key, []).extend(_portions(extra.delta))
+    columns = (outputs.handles, outputs.choice_indexes, outputs.first_token_indexes, outputs.num_tokens, outputs.texts)
+    for handle, choice_index, first_token_index, num_tokens, text in zip(*columns, strict=True):
+        portions = details.pop((handle, choice_index, first_token_index), [])
+        await turns.next(1 + sum(portion.num_entries for portion in portions[:1]))
         if generation := find(handle):
             generation.add_text(choice_index, text, num_tokens)
-    for extra in outputs.extras:
-        if generation := find(extra.handle):
-            delta = extra.delta
-            generation.add_details(
-                delta.choice_index,
-                list(delta.token_ids),
-                _positions(delta.logprobs),
-                _positions(delta.prompt_logprobs),
-            )
+        for number, portion in enumerate(portions):
+            if number:
+                await turns.next(portion.num_entries)
+            if generation := find(handle):
+                prompt_logprobs = _positions(portion.prompt_logprobs)
+                generation.add_details(choice_index, portion.token_ids, _positions(portion.logprobs), prompt_logprobs)
+
+
+@dataclass(slots=True)
+class _Details:
+    """A few positions of a delta."""
+
+    token_ids: list[int]
+    logprobs: Sequence[inference_pb2.TokenLogprobs]
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs]
+
+    @property
+    def num_entries(self) -> int:
+        return sum(1 + len(position.top) for position in (*self.logprobs, *self.prompt_logprobs))
+
+
+def _portions(delta: inference_pb2.Delta) -> list[_Details]:
+    """A delta's details, a few positions each; all ids are in the first one."""
+    num_positions = max(len(delta.logprobs), len(delta.prompt_logprobs), 1)
+    starts = range(0, num_positions, _POSITIONS_PER_PORTION)
+    return [
+        _Details(
+            [] if start else list(delta.token_ids),
+            delta.logprobs[start : start + _POSITIONS_PER_PORTION],
+            delta.prompt_logprobs[start : start + _POSITIONS_PER_PORTION],
+        )
+        for start in starts
+    ]
 
 
 def _positions(positions: Iterable[inference_pb2.TokenLogprobs]) -> list[Position]:

@@ -20,6 +20,7 @@ from tokenloom.gateway.answers import StreamAnswer, WholeAnswer
 from tokenloom.gateway.convert import Start
 from tokenloom.gateway.generation import Generation, Update
 from tokenloom.gateway.request_info import RequestInfo, info_of
+from tokenloom.gateway.sized_work import MAX_LOOP_ENTRIES, run_sized
 from tokenloom.gateway.tokenizer_pool import TokenizerPool
 
 # What a slow reader gets to take the error event before its connection is cut.
@@ -111,7 +112,8 @@ class WholeDelivery(Delivery):
             self._answer.add(update)
             if update.usage is not None:
                 break
-        body = self._answer.body(update.usage)
+        is_large = self._answer.num_entries > MAX_LOOP_ENTRIES
+        body = await run_sized(is_large, partial(self._answer.body, update.usage))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -143,7 +145,8 @@ class StreamDelivery(Delivery):
                 if not has_started and (update.accepted is not None or update.is_last):
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     has_started = True
-                events = self._answer.render(update)
+                is_large = update.num_entries > MAX_LOOP_ENTRIES
+                events = await run_sized(is_large, partial(self._answer.render, update))
                 if events or update.is_last:
                     await send({"type": "http.response.body", "body": events, "more_body": not update.is_last})
                 if update.is_last:

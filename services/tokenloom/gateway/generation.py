@@ -4,20 +4,26 @@
             <----------------- on_abandoned ------------            <---abandon-----
 
 Everything that arrives before the handler comes back merges into one Update, so a slow handler costs one write and not
-one per step. What waits while the handler is busy writing is bounded: a client that reads too slowly loses its request.
+one per step. What waits while the handler is busy writing is bounded: a client that takes nothing for long while much
+waits loses its request.
 After the terminal update (usage or error) nothing follows, whatever the session still sends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenloom.common.errors import ResourceExhausted, TokenloomError
+from tokenloom.gateway.sized_work import IDS_PER_ENTRY
 
 _LOGPROB_BYTES = 64
 _TOKEN_ID_BYTES = 8
+# A client that takes a part in this time is not slow, however much comes at once; up to so many times the bound.
+SLOW_READER_PATIENCE_S = 5.0
+_BURST_FACTOR = 64
 
 
 @dataclass(slots=True)
@@ -75,6 +81,14 @@ class ChoiceUpdate:
     prompt_logprobs: list[Position] = field(default_factory=list)
     finish: Finish | None = None
 
+    @property
+    def num_entries(self) -> int:
+        """Its size for those who write it, in tokens with logprobs."""
+        positions = self.logprobs or self.prompt_logprobs
+        num_tops = len(positions[0].top) if positions else 0
+        num_positions = len(self.logprobs) + len(self.prompt_logprobs)
+        return num_positions * (1 + num_tops) + len(self.token_ids) // IDS_PER_ENTRY
+
 
 @dataclass(slots=True)
 class Update:
@@ -90,6 +104,11 @@ class Update:
     def is_last(self) -> bool:
         """Nothing follows."""
         return self.usage is not None or self.error is not None
+
+    @property
+    def num_entries(self) -> int:
+        """Its size for those who write it."""
+        return sum(choice.num_entries for choice in self.choices.values())
 
     def choice(self, index: int) -> ChoiceUpdate:
         """The update of one choice, made at need."""
@@ -108,7 +127,7 @@ class Generation:
 
     Args:
         request_id: its id in every stage.
-        max_buffered_bytes: most text that may wait while the handler is busy.
+        max_buffered_bytes: text that may wait while the handler is busy; more is for a client that reads on.
 
     Attributes:
         is_restartable: nothing was told to the client yet, so another session may begin anew. The handler clears it.
@@ -126,18 +145,23 @@ class Generation:
         self._max_buffered_bytes = max_buffered_bytes
         self._num_buffered_bytes = 0
         self._update = Update()
+        self._texts: dict[int, list[str]] = {}
         self._begun_choices: set[int] = set()
         self._has_news = asyncio.Event()
         self._is_awaited = False
+        self._busy_since_s = time.monotonic()
 
     async def next_update(self) -> Update:
         """All that is new; waits until there is something."""
         self._is_awaited = True
         await self._has_news.wait()
         self._is_awaited = False
+        self._busy_since_s = time.monotonic()
         self._has_news.clear()
-        update, self._update = self._update, Update()
-        self._num_buffered_bytes = 0
+        update = self._update
+        for choice_index, texts in self._texts.items():
+            update.choice(choice_index).text = "".join(texts)
+        self._forget()
         return update
 
     def accept(self, accepted: Accepted) -> None:
@@ -151,7 +175,7 @@ class Generation:
         if self.is_over:
             return
         choice = self._update.choice(choice_index)
-        choice.text += text
+        self._texts.setdefault(choice_index, []).append(text)  # joined once, however many wait
         choice.num_tokens += num_tokens
         if choice_index not in self._begun_choices:
             self._begun_choices.add(choice_index)
@@ -192,9 +216,8 @@ class Generation:
     def restart(self) -> None:
         """Its session was lost before the client saw anything: another one begins anew."""
         if not self.is_over:
-            self._update = Update(was_restarted=True)
+            self._forget(was_restarted=True)
             self._begun_choices.clear()
-            self._num_buffered_bytes = 0
             self._has_news.set()
 
     def abandon(self, error: TokenloomError) -> None:
@@ -206,11 +229,19 @@ class Generation:
     def _buffered(self, num_bytes: int) -> None:
         self._num_buffered_bytes += num_bytes
         self._has_news.set()
-        if not self._is_awaited and self._num_buffered_bytes > self._max_buffered_bytes:
-            self._update = Update()
+        if self._is_awaited or self._num_buffered_bytes <= self._max_buffered_bytes:
+            return
+        is_stuck = time.monotonic() - self._busy_since_s >= SLOW_READER_PATIENCE_S
+        if is_stuck or self._num_buffered_bytes > self._max_buffered_bytes * _BURST_FACTOR:
+            self._forget()
             limit = self._max_buffered_bytes >> 10
             self.abandon(ResourceExhausted(f"the client left more than {limit} KiB unread", reason="SLOW_READER"))
             self.on_slow_reader()
+
+    def _forget(self, was_restarted: bool = False) -> None:
+        self._update = Update(was_restarted=was_restarted)
+        self._texts = {}
+        self._num_buffered_bytes = 0
 
     def _end(self) -> None:
         self.is_over = True

@@ -219,7 +219,7 @@ class TokenizerClient:
             metrics.SESSIONS.labels(self.address).set(1)
             self._on_up()
             while isinstance(frame := await stream.read(), inference_pb2.SessionResponse):
-                self._take(frame)
+                await self._take(frame)
         finally:
             if writer is not None:
                 writer.cancel()
@@ -238,8 +238,8 @@ class TokenizerClient:
         check_revision(first.welcome.schema_revision, "tokenizer")
         log.info("session with tokenizer %s, model %s", self.address, first.welcome.model)
 
-    def _take(self, frame: inference_pb2.SessionResponse) -> None:
-        for handle in convert.deliver(frame, self._generations.get):
+    async def _take(self, frame: inference_pb2.SessionResponse) -> None:
+        for handle in await convert.deliver(frame, self._generations.get):
             self._calls.pop(handle, None)
             self._generations.pop(handle, None)
         self.is_draining = self.is_draining or frame.draining

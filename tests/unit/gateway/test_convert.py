@@ -127,9 +127,9 @@ def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
     frame.failed.add(handle=2, error=to_proto(NotFound("no", field="model")))
     frame.failed.add(handle=9, error=to_proto(NotFound("gone")))
     generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
-    assert deliver(frame, generations.get) == [1, 2, 9]
 
     async def updates() -> list[Update]:
+        assert await deliver(frame, generations.get) == [1, 2, 9]
         return [await generation.next_update() for generation in generations.values()]
 
     one, two = asyncio.run(updates())
@@ -138,3 +138,72 @@ def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
     assert one.usage is not None
     assert (two.choices[0].text, two.choices[0].token_ids) == ("b", [5])
     assert isinstance(two.error, NotFound)
+
+
+def logprobs_delta(num_positions: int, num_top: int) -> inference_pb2.Delta:
+    entry = inference_pb2.TokenLogprob(token_id=1, text="x", utf8=b"x", logprob=-1.0)
+    position = inference_pb2.TokenLogprobs(token=entry, top=[entry] * num_top)
+    return inference_pb2.Delta(token_ids=range(num_positions), logprobs=[position] * num_positions)
+
+
+def test_others_run_while_a_large_frame_is_dealt_and_nothing_of_it_is_lost() -> None:
+    frame = inference_pb2.SessionResponse()
+    for handle in range(1, 9):
+        for column, value in (("handles", handle), ("choice_indexes", 0), ("first_token_indexes", 0)):
+            getattr(frame.outputs, column).append(value)
+        frame.outputs.num_tokens.append(256)
+        frame.outputs.texts.append("x" * 256)
+        frame.outputs.extras.add(handle=handle, delta=logprobs_delta(256, 20))
+    generations = {handle: Generation(str(handle), 1 << 30) for handle in range(1, 9)}
+    max_step = 0
+
+    async def watch() -> None:
+        nonlocal max_step
+        last = 0
+        while True:
+            now = sum(generation._update.num_entries for generation in generations.values())
+            max_step, last = max(max_step, now - last), now
+            await asyncio.sleep(0)
+
+    async def run() -> list[Update]:
+        watcher = asyncio.create_task(watch())
+        await deliver(frame, generations.get)
+        watcher.cancel()
+        return [await generation.next_update() for generation in generations.values()]
+
+    updates = asyncio.run(run())
+    assert 0 < max_step <= 1600
+    for update in updates:
+        assert update.choices[0].token_ids == list(range(256))
+        assert (len(update.choices[0].logprobs), len(update.choices[0].logprobs[255].top)) == (256, 20)
+
+
+def test_a_row_and_its_small_details_come_in_one_turn() -> None:
+    frame = inference_pb2.SessionResponse()
+    for number in range(400):
+        frame.outputs.handles.append(1)
+        frame.outputs.choice_indexes.append(0)
+        frame.outputs.first_token_indexes.append(number)
+        frame.outputs.num_tokens.append(1)
+        frame.outputs.texts.append("x")
+        delta = logprobs_delta(1, 5)
+        delta.first_token_index = number
+        frame.outputs.extras.add(handle=1, delta=delta)
+    generation = Generation("r", 1 << 30)
+    taken: list[Update] = []
+
+    async def read() -> None:
+        while True:
+            taken.append(await generation.next_update())
+
+    async def run() -> None:
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        await deliver(frame, {1: generation}.get)
+        await asyncio.sleep(0)
+        reader.cancel()
+
+    asyncio.run(run())
+    assert len(taken) > 1
+    assert all(len(update.choices[0].text) == len(update.choices[0].logprobs) for update in taken)
+    assert sum(len(update.choices[0].text) for update in taken) == 400

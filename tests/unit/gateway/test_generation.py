@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+
+import pytest
 
 from tokenloom.common.errors import Cancelled, Internal, ResourceExhausted
+from tokenloom.gateway import generation as generation_module
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Update, Usage
 
 USAGE = Usage(1, 2, 0)
@@ -58,7 +62,10 @@ def test_a_failure_told_by_the_session_is_not_told_back() -> None:
     assert told == []
 
 
-def test_a_slow_reader_loses_its_request_at_the_bound_and_not_before() -> None:
+def test_a_reader_that_took_nothing_for_long_loses_its_request_at_the_bound_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation_module, "SLOW_READER_PATIENCE_S", 0.0)
     told: list[str] = []
     generation = Generation("r", 1000)
     generation.on_abandoned = lambda: told.append("session")
@@ -71,6 +78,31 @@ def test_a_slow_reader_loses_its_request_at_the_bound_and_not_before() -> None:
     assert isinstance(update.error, ResourceExhausted)
     assert update.error.reason == "SLOW_READER"
     assert update.choices == {}
+
+
+def test_a_burst_is_no_slow_reader_up_to_a_bound_of_its_own() -> None:
+    generation = Generation("r", 1000)
+    for _ in range(64):
+        generation.add_text(0, "x" * 1000, 1)
+    assert not generation.is_over
+    generation.add_text(0, "x", 1)
+    error = collect(generation).error
+    assert error is not None
+    assert error.reason == "SLOW_READER"
+
+
+def test_patience_begins_anew_when_the_reader_takes_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    generation = Generation("r", 1000)
+    for _ in range(3):
+        now_s += 4.0
+        generation.add_text(0, "x" * 2000, 1)
+        assert not generation.is_over
+        collect(generation)
+    now_s += 5.0
+    generation.add_text(0, "x" * 2000, 1)
+    assert generation.is_over
 
 
 def test_a_large_frame_does_not_hurt_a_handler_that_waits() -> None:
