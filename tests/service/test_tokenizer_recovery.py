@@ -17,8 +17,21 @@ from tests.service.tokenizer_stack import (
     tokenizer_on,
     until,
 )
+from tests.unit.tokenizer.loop_lag import largest_lag_s
 from tokenloom.api.v1 import engine_pb2, inference_pb2
-from tokenloom.common.errors import Unavailable
+from tokenloom.common.errors import InvalidArgument, Unavailable
+from tokenloom.tokenizer.domain import CompleteInput, GenerationRequest, Options, StopConditions
+from tokenloom.tokenizer.events import Completed, Event
+
+
+class ListSink:
+    """Keeps the events of a request."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
 
 
 async def step(stack: TokenizerStack, answer: Answer, num_tokens: int) -> None:
@@ -186,6 +199,39 @@ def test_a_client_resumes_from_the_ids_it_has(tmp_path: Path) -> None:
                 assert answer.usage.num_generated_tokens == 20
                 assert stack.decode(told).endswith(answer.texts.get(0, ""))
             assert [len(submit.resume_token_ids) for submit in stack.engine.submits] == [0, 1, 9]
+            assert not any(submit.HasField("age_ms") for submit in stack.engine.submits), "the engine's bounds hold"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ids", [[40] * 21, [40] * 100_000, [600]])
+def test_a_client_cannot_resume_from_more_than_it_asks_for_or_from_no_tokens(tmp_path: Path, ids: list[int]) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            known = inference_pb2.TokenIds(ids=ids)
+            request = complete_request([5] * 4, max_tokens=20, resume_token_ids=[known])
+            error = await stack.refusal(stack.stub.Complete(request))
+            assert isinstance(error, InvalidArgument)
+            assert error.field == "resume_token_ids"
+            request = complete_request([5] * 250, max_tokens=0, resume_token_ids=[inference_pb2.TokenIds(ids=[40] * 7)])
+            assert isinstance(await stack.refusal(stack.stub.Complete(request)), InvalidArgument)
+
+    run(scenario())
+
+
+def test_a_long_resumption_does_not_hold_the_loop_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, engine={"max_model_len": 20_000}) as stack:
+            options = Options(
+                stop=StopConditions(max_tokens=19_000),
+                stop_strings=tuple(f"{i} never said" for i in range(16)),
+                resume_token_ids=(stack.told([5], 19_000),),
+            )
+            request = GenerationRequest(CompleteInput(([5],)), options)
+            events: list[Event] = []
+            sink = ListSink(events)
+            assert await largest_lag_s(stack.stage._generation.run(request, sink)) < 0.15
+            assert events[-1] == Completed(1, 19_000, 0)
 
     run(scenario())
 

@@ -25,10 +25,12 @@ from tests.service.tokenizer_stack import (
     tokenizer_on,
     until,
 )
+from tests.unit.tokenizer.loop_lag import LIMIT_S, largest_lag_s, median_lag_s
 from tokenloom.api.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tokenloom.common.channel import bearer_metadata
 from tokenloom.common.errors import (
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -38,7 +40,10 @@ from tokenloom.common.errors import (
 from tokenloom.common.metrics import REGISTRY
 from tokenloom.tokenizer import generation, servicer
 from tokenloom.tokenizer.active_request import child_seed
+from tokenloom.tokenizer.domain import ChatInput, ChatMessage, CompleteInput, GenerationRequest, Options
+from tokenloom.tokenizer.outbox import Outbox, RequestSink
 
+MIB = 1 << 20
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -396,6 +401,70 @@ def test_a_later_call_with_the_same_id_takes_the_choices_over(tmp_path: Path) ->
     run(scenario())
 
 
+def test_a_later_call_that_is_refused_takes_nothing_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            stack.engine.may_step.clear()
+            first = asyncio.create_task(stack.complete([5] * 4, request_id="same"))
+            await until(lambda: stack.engine.num_living == 1)
+            other = await stack.refusal(stack.stub.Complete(complete_request([6] * 4, request_id="same")))
+            assert isinstance(other, FailedPrecondition)
+            assert other.field == "request_id"
+            stack.engine.drain()
+            await until(lambda: not stack.stage._engine.is_up)
+            again = await stack.refusal(stack.stub.Complete(complete_request([5] * 4, request_id="same")))
+            assert isinstance(again, Unavailable)
+            stack.engine.may_step.set()
+            assert (await first).texts[0] == stack.decode(stack.told([5] * 4, 20))
+            assert len(stack.engine.submits) == 1
+
+    run(scenario())
+
+
+def test_what_a_later_call_does_not_take_over_is_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            stack.engine.may_step.clear()
+            first = stack.stub.Complete(complete_request([5] * 4, request_id="same", num_choices=3))
+            await until(lambda: stack.engine.num_living == 3)
+            done = [inference_pb2.TokenIds(ids=stack.told([5] * 4, count)) for count in (20, 3)]
+            second = asyncio.create_task(
+                stack.complete([5] * 4, request_id="same", num_choices=2, resume_token_ids=done)
+            )
+            assert (await stack.refusal(first)).reason == "TAKEN_OVER"
+            await until(lambda: sorted(stack.engine.cancelled) == ["same:0", "same:2"])
+            stack.engine.may_step.set()
+            assert (await second).usage.num_generated_tokens == 40
+
+    run(scenario())
+
+
+# --- how long the loop may be held up ---
+
+
+def test_a_megabyte_of_prompt_is_refused_without_holding_the_loop_up(tmp_path: Path) -> None:
+    digits = "1234567890" * 100_000
+    requests: dict[str, CompleteInput | ChatInput] = {
+        "text": CompleteInput((digits,)),
+        "ids": CompleteInput((range(900_000),)),
+        "names": ChatInput((ChatMessage("user", "<|im_end|>" * 100_000),)),
+    }
+    for name, wanted in requests.items():
+        folder = tmp_path / name
+        folder.mkdir()
+
+        async def scenario(folder: Path = folder, wanted: CompleteInput | ChatInput = wanted) -> float:
+            async with tokenizer_on(folder) as stack:
+                sink = RequestSink(Outbox(MIB), 1)
+                task = asyncio.create_task(stack.stage._generation.run(GenerationRequest(wanted, Options()), sink))
+                lag_s = await largest_lag_s(task)
+                with pytest.raises(InvalidArgument, match="the context of 256 tokens"):
+                    await task
+                return lag_s
+
+        assert median_lag_s(scenario) < LIMIT_S, name
+
+
 # --- keys ---
 
 
@@ -578,6 +647,10 @@ def test_one_trace_runs_from_the_caller_through_the_stage_to_the_engine(
             assert span.attributes is not None
             assert span.attributes["tokenloom.request_id"] == "traced"
             assert span.attributes["gen_ai.usage.output_tokens"] == 20
+            await stack.refusal(stack.stub.Chat(chat_request(model="a secret of the caller"), metadata=metadata))
+            refused = exporter.get_finished_spans()[-1]
+            assert refused.status.description == "NOT_FOUND"
+            assert "secret" not in refused.to_json()
             traceparent = stack.engine.submits[0].trace.traceparent
             assert traceparent == f"00-{trace_id}-{span.context.span_id:016x}-01"
 

@@ -23,7 +23,7 @@ from tests.service.tokenizer_stack import (
 from tokenloom.api.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tokenloom.common.auth import digest_of
 from tokenloom.common.channel import bearer_metadata
-from tokenloom.common.errors import TokenloomError, from_rpc_error
+from tokenloom.common.errors import ResourceExhausted, TokenloomError, from_rpc_error
 
 
 class Gateway:
@@ -276,20 +276,83 @@ def test_a_gateway_that_does_not_read_loses_its_session_alone(tmp_path: Path) ->
             await slow.open()
             await quick.open()
             quick.read()
-            large = complete_request(
-                [5], num_choices=3, max_tokens=250, sampling={"num_logprobs": 20}, request_id="slow"
-            )
-            await slow.start(large)
+            wide: dict[str, Any] = {"max_tokens": 250, "sampling": {"num_logprobs": 20}}
+            await slow.start(*[complete_request([5], request_id=name, **wide) for name in ("a", "b", "c")])
             await quick.start(complete_request([5] * 4, max_tokens=200))
             await until(lambda: stack.engine.num_living == 4)
             stack.engine.may_step.set()
             # Given up long before their end, while the gateway still does not read.
-            await until(lambda: sorted(stack.engine.cancelled) == ["slow:0", "slow:1", "slow:2"])
+            await until(lambda: sorted(stack.engine.cancelled) == ["a:0", "b:0", "c:0"])
             await until(lambda: quick.completed)
             assert quick.texts[1, 0] == stack.decode(stack.told([5] * 4, 200))
             error = await end_of(slow._read())
             assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.reason == "SLOW_READER"
+
+    run(scenario())
+
+
+def test_a_request_that_fills_its_sessions_outbox_fails_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, session_outbox_bytes=20_000) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            prompts = [[5] * 200] * 40  # 32,000 bytes of ids
+            await gateway.start(
+                complete_request(*prompts, max_tokens=1),
+                complete_request(*prompts, max_tokens=1, return_token_ids=True),
+                complete_request([5] * 4, return_token_ids=True),
+            )
+            await until(lambda: len(gateway.completed) + len(gateway.failed) == 3)
+            assert set(gateway.completed) == {1, 3}
+            assert gateway.failed[2].code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            assert not gateway.accepted[1].prompts, "nobody asked for them"
+            assert gateway.accepted[3].prompts[0].ids == [5] * 4
+            assert 2 not in gateway.accepted
+
+    run(scenario())
+
+
+def test_values_that_no_message_can_carry_fail_their_request_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            bad = chat_request()
+            bad.template_kwargs_json = '{"\\ud800": 1}'
+            await gateway.start(bad, chat_request())
+            await until(lambda: len(gateway.completed) + len(gateway.failed) == 2)
+            assert set(gateway.completed) == {2}
+            assert gateway.failed[1].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+    run(scenario())
+
+
+def test_only_a_gateways_resubmission_passes_the_bound_and_keeps_its_age(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, max_active_choices=1) as stack:
+            stack.engine.may_step.clear()
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            known = [inference_pb2.TokenIds(ids=[40])]
+            await gateway.start(complete_request([5] * 4, request_id="first"))
+            await until(lambda: stack.engine.num_living == 1)
+            await gateway.start(complete_request([6] * 4, request_id="new"), first=2)
+            await gateway.start(complete_request([6] * 4, request_id="again"), first=3, age_ms=60_000)
+            await gateway.start(complete_request([6] * 4, request_id="resumed", resume_token_ids=known), first=4)
+            direct = stack.stub.Complete(complete_request([6] * 4, resume_token_ids=known))
+            assert isinstance(await stack.refusal(direct), ResourceExhausted)
+            await until(lambda: stack.engine.num_living == 3)
+            stack.engine.may_step.set()
+            await until(lambda: len(gateway.completed) == 3)
+            assert gateway.failed.keys() == {2}
+            first, again, resumed = stack.engine.submits
+            assert not first.HasField("age_ms")
+            assert 60_000 <= again.age_ms < 100_000
+            assert resumed.HasField("age_ms")
 
     run(scenario())
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from tokenloom.common.errors import Cancelled, InvalidArgument, TokenloomError
+from tokenloom.common.errors import Cancelled, FailedPrecondition, TokenloomError
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.choice import Choice, ChoiceRules
 from tokenloom.tokenizer.detokenizer import decode_whole
@@ -27,7 +27,9 @@ from tokenloom.tokenizer.engine_client import EngineClient
 from tokenloom.tokenizer.events import Accepted, ChoiceFinished, Completed, Delta, EventSink
 from tokenloom.tokenizer.metrics import PROMPT_TOKENS
 from tokenloom.tokenizer.stop_strings import StopStrings
+from tokenloom.tokenizer.validation import check_resumed_ids
 
+_RESUMED_IDS_AT_ONCE = 128
 _SEED_DOMAIN = b"tokenloom/choice-seed"
 
 
@@ -58,6 +60,7 @@ class ActiveRequest:
         self._assets = assets
         self._model_id = model_id
         self._started_at_s = time.monotonic()
+        self._prompts: tuple[Sequence[int], ...] = ()
         self._accepted: Accepted | None = None
         self._is_accepted = False
         self._choices: list[Choice] = []
@@ -73,8 +76,7 @@ class ActiveRequest:
     @property
     def num_choices(self) -> int:
         """Choices of all prompts."""
-        num_prompts = len(self.request.input.prompts) if isinstance(self.request.input, CompleteInput) else 1
-        return self.request.options.num_choices * num_prompts
+        return self.request.num_choices
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -91,21 +93,19 @@ class ActiveRequest:
         """Time since the request came in."""
         return time.monotonic() - self._started_at_s
 
-    def prepare(self, prompts: tuple[Sequence[int], ...], trace: Trace) -> None:
-        """Fix everything that is sent, once: seed, defaults, one submission per choice.
+    async def prepare(self, prompts: tuple[Sequence[int], ...], trace: Trace) -> None:
+        """Fix everything that is sent, once: seed, defaults, one submission per choice; take resumed choices' ids.
 
-        Raises: InvalidArgument if resumed choices do not match.
+        Raises: InvalidArgument if a resumed choice has more ids than it may, or ids that are none.
         """
         options, info = self.request.options, self._info
-        resumed = options.resume_token_ids
-        if resumed and len(resumed) != self.num_choices:
-            message = f"{len(resumed)} lists of ids for {self.num_choices} choices"
-            raise InvalidArgument(message, field="resume_token_ids")
+        self._prompts = prompts
         sampling = _with_defaults(options.sampling, info.default_sampling)
         longest = info.max_model_len - min(len(prompt) for prompt in prompts)
         stop = dataclasses.replace(options.stop, max_tokens=min(options.stop.max_tokens or longest, longest))
+        told = prompts if self.request.wants_prompt_ids else ()
         self._accepted = Accepted(
-            self.request_id, int(time.time()), self._model_id, sampling.seed or 0, prompts, sampling, stop
+            self.request_id, int(time.time()), self._model_id, sampling.seed or 0, told, sampling, stop
         )
         rules = ChoiceRules(
             tokenizer=self._assets.tokenizer,
@@ -116,11 +116,20 @@ class ActiveRequest:
         )
         for index in range(self.num_choices):
             submission = self._submission(index, prompts[index // options.num_choices], sampling, stop, trace)
-            self._choices.append(Choice(self, rules, submission, resumed[index] if resumed else ()))
+            self._choices.append(Choice(self, rules, submission))
         self._num_open = len(self._choices)
+        for choice, ids in zip(self._choices, options.resume_token_ids, strict=False):
+            await self._resume(choice, ids)
         if isinstance(self.request.input, CompleteInput) and self.request.input.echo:  # a resumed choice had it
-            self._to_echo = {i for i in range(self.num_choices) if not (resumed and resumed[i])}
-        PROMPT_TOKENS.inc(sum(len(prompt) for prompt in prompts))
+            self._to_echo = {choice.index for choice in self._choices if not choice.token_ids}
+        PROMPT_TOKENS.inc(self.num_prompt_tokens)
+
+    async def _resume(self, choice: Choice, ids: Sequence[int]) -> None:
+        """Give a choice the ids that its reader has, a few at a time: other requests go on in between."""
+        check_resumed_ids(ids, choice.submission.stop.max_tokens, self._info)
+        for start in range(0, len(ids), _RESUMED_IDS_AT_ONCE):
+            choice.resume(ids[start : start + _RESUMED_IDS_AT_ONCE])
+            await asyncio.sleep(0)
 
     def _submission(
         self,
@@ -150,29 +159,41 @@ class ActiveRequest:
             tenant=request.caller.tenant,
             cache_salt=f"{request.caller.tenant}/{salt}" if request.caller.is_isolated else salt,
             trace=trace,
-            submitted_at_s=self._started_at_s,
+            submitted_at_s=self._started_at_s - (request.age_s or 0.0),
             deadline_s=None if request.remaining_time_s is None else self._started_at_s + request.remaining_time_s,
-            is_resumed=bool(options.resume_token_ids),
+            is_resubmitted=request.age_s is not None,
             is_resumable=options.resumable,
         )
 
-    def submit(self) -> None:
-        """Put all choices in flight; those that their ids complete end at once."""
+    def submit(self, earlier: ActiveRequest | None = None) -> None:
+        """Put all choices in flight; those that their ids complete end at once.
+
+        Args:
+            earlier: a request with the same id, whose choices go on for this one. If this one is refused, the earlier
+                one has lost nothing.
+
+        Raises: FailedPrecondition if `earlier` has other prompts; as `EngineClient.submit`.
+        """
+        if earlier is not None and not earlier.done.done() and earlier._prompts != self._prompts:
+            raise FailedPrecondition("the request id is in use for other prompts", field="request_id")
         for choice in self._choices:
             if not choice.end_if_complete():
                 choice.handle = self._engine.submit(choice)
+        if earlier is not None:
+            earlier._hand_over({choice.submission.request_id for choice in self._choices if choice.handle})
 
     def fail(self, error: TokenloomError) -> None:
         """End the request badly."""
         if not self.done.done():
             self.done.set_exception(error)
 
-    def hand_over(self) -> None:
-        """End this request because a later one has its id; the engine's choices go on for that one."""
+    def _hand_over(self, taken_ids: set[str]) -> None:
+        """End this request because a later one has its id; the choices that it took go on, the others are cancelled."""
         for choice in self._choices:
-            if choice.is_open:
+            if choice.is_open and choice.submission.request_id in taken_ids:
                 choice.is_open = False
                 self._engine.forget(choice.handle)
+        self.cancel_open("taken_over")
         self.fail(Cancelled("a later call with the same request id took this one over", reason="TAKEN_OVER"))
 
     def cancel_open(self, why: str) -> None:
@@ -223,10 +244,6 @@ class ActiveRequest:
         assert isinstance(self.request.input, CompleteInput)
         prompt = self.request.input.prompts[choice.index // self.request.options.num_choices]
         return prompt if isinstance(prompt, str) else decode_whole(self._assets.tokenizer, prompt, False)
-
-    @property
-    def _prompts(self) -> tuple[Sequence[int], ...]:
-        return self._accepted.prompts if self._accepted is not None else ()
 
     def _usage(self) -> Completed:
         """Prompts count once, whatever the number of their choices."""

@@ -27,6 +27,7 @@ from tokenloom.tokenizer.encoder import Segment
 from tokenloom.tokenizer.jinja_env import make_environment
 from tokenloom.tokenizer.marks import SpecialNames, free_marks, strings_in, unescaped
 from tokenloom.tokenizer.metrics import RENDER_SECONDS
+from tokenloom.tokenizer.validation import encodable, shortened
 
 # fmt: off
 OWNED_NAMES = frozenset(
@@ -43,6 +44,8 @@ _NUM_THREADS = 2
 _MAX_WAITING = 256
 _RETRY_AFTER_S = 1.0
 _TOOL_USE_TEMPLATE = "tool_use"
+_MAX_MESSAGE_CHARS = 1000
+_MAX_NAME_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class ChatTemplate:
         except InvalidArgument:
             raise
         except Exception as error:  # templates are code: what they raise is their answer to this conversation
-            message = str(error) or type(error).__name__
+            message = encodable(str(error), _MAX_MESSAGE_CHARS) or type(error).__name__
             raise InvalidArgument(f"chat template: {message}", field="messages", reason="CHAT_TEMPLATE") from None
         return "".join(pieces)
 
@@ -198,7 +201,8 @@ class ChatTemplate:
         kwargs = _parsed_object(text, "chat_template_kwargs")
         for name in kwargs:
             if name in OWNED_NAMES or name in self._special_tokens or name.startswith("_") or not name.isidentifier():
-                raise InvalidArgument(f"{name!r} cannot be set", field=f"chat_template_kwargs.{name}")
+                field = f"chat_template_kwargs.{encodable(name, _MAX_NAME_CHARS)}"
+                raise InvalidArgument(f"{shortened(name)} cannot be set", field=field)
         return kwargs
 
     def _probe_absent_content(self) -> str | None:

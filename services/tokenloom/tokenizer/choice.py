@@ -17,6 +17,7 @@ from tokenloom.common.errors import Cancelled, DeadlineExceeded, Internal, Token
 from tokenloom.tokenizer.detokenizer import Detokenizer
 from tokenloom.tokenizer.domain import Submission
 from tokenloom.tokenizer.events import (
+    MAX_LOGPROBS_PER_EVENT,
     ChoiceFinished,
     Delta,
     EngineFinish,
@@ -64,19 +65,9 @@ class ChoiceOwner(Protocol):
 
 
 class Choice:
-    """An `EngineListener` that turns the engine's tokens into deltas.
+    """An `EngineListener` that turns the engine's tokens into deltas."""
 
-    Args:
-        resume_token_ids: ids that its reader had already; deltas begin behind them.
-    """
-
-    def __init__(
-        self,
-        owner: ChoiceOwner,
-        rules: ChoiceRules,
-        submission: Submission,
-        resume_token_ids: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, owner: ChoiceOwner, rules: ChoiceRules, submission: Submission) -> None:
         self._owner = owner
         self._rules = rules
         self._submission = submission
@@ -91,9 +82,12 @@ class Choice:
         """Prompt tokens found in the prefix cache; None until the engine began to run it."""
         self.is_open = True
         """It has not ended."""
-        for token_id in resume_token_ids:
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take ids that its reader has; deltas begin behind them. A long run may come in several calls."""
+        for token_id in token_ids:
             self._push(token_id)
-        self._delta = Delta(submission.choice_index, first_token_index=len(self._token_ids))
+        self._delta = Delta(self.index, first_token_index=len(self._token_ids))
 
     @property
     def submission(self) -> Submission:
@@ -125,13 +119,21 @@ class Choice:
         self._owner.on_choice_started(self)
 
     def on_prompt_logprobs(self, first_position: int, logprobs: list[PositionLogprobs]) -> None:
-        """Pass logprobs of the prompt on, in deltas of bounded size; what came before is cut off."""
-        new = logprobs[max(0, self._next_prompt_position - first_position) :]
+        """Pass logprobs of the prompt on, in deltas of bounded size; what came before is cut off.
+
+        Raises: Internal if positions are missing in between.
+        """
+        num_known = self._next_prompt_position - first_position
+        if num_known < 0:
+            missing = f"{self._next_prompt_position} to {first_position - 1}"
+            raise Internal(f"logprobs of the prompt's tokens {missing} were lost")
+        new = logprobs[num_known:]
         self._next_prompt_position += len(new)
         self._owner.on_choice_started(self)
-        for start in range(0, len(new), _MAX_PROMPT_LOGPROBS_PER_DELTA):
-            part = new[start : start + _MAX_PROMPT_LOGPROBS_PER_DELTA]
-            self._owner.on_choice_delta(Delta(self.index, prompt_logprobs=part))
+        width = max((len(position.token_ids) for position in new), default=1)
+        step = max(1, min(_MAX_PROMPT_LOGPROBS_PER_DELTA, MAX_LOGPROBS_PER_EVENT // width))
+        for start in range(0, len(new), step):
+            self._owner.on_choice_delta(Delta(self.index, prompt_logprobs=new[start : start + step]))
 
     def on_tokens(self, first_token_index: int, token_ids: list[int], logprobs: list[PositionLogprobs]) -> None:
         """Take new tokens, without those known already, and pass on what they say.
@@ -199,7 +201,10 @@ class Choice:
             self._add_text(self._detokenizer.push(token_id))
 
     def _add_text(self, text: str) -> None:
-        if text and not self._matcher.found:
+        """Pass text on through the matcher; text of the first `min_tokens` tokens can neither be nor begin a stop."""
+        if len(self._token_ids) <= self._submission.stop.min_tokens:
+            self._delta.text += text
+        elif text and not self._matcher.found:
             self._delta.text += self._matcher.push(text)
 
     def _account(self, token_id: int, logprobs: PositionLogprobs | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +13,6 @@ from tokenloom.common.errors import InvalidArgument, from_proto, to_proto
 from tokenloom.common.telemetry import Context, extract, inject
 from tokenloom.tokenizer import domain, events
 from tokenloom.tokenizer.token_text import TokenTexts
-
-"""Revision of the schema spoken here; peers one revision behind are understood."""
 
 _MAX_UINT32 = (1 << 32) - 1
 _FINISH_REASONS = {
@@ -55,17 +54,24 @@ def complete_request(
 
 
 def session_start(start: inference_pb2.SessionStart, caller: domain.Caller) -> domain.GenerationRequest:
-    """A request of a gateway's session.
+    """A request of a gateway's session; only here a request's age is believed, as gateways hold the cluster credential.
+
+    A choice that is resumed was there before too, also if its gateway does not tell the age. The prompts' ids go back
+    only to who asked for ids: those of all a gateway's requests share one outbox.
 
     Raises: InvalidArgument if it is neither Chat nor Complete.
     """
     trace = domain.Trace(start.trace.traceparent, start.trace.tracestate)
     match start.WhichOneof("request"):
         case "chat":
-            return chat_request(start.chat, caller, trace)
+            request = chat_request(start.chat, caller, trace)
         case "complete":
-            return complete_request(start.complete, caller, trace)
-    raise InvalidArgument("a start needs a chat or a completion")
+            request = complete_request(start.complete, caller, trace)
+        case _:
+            raise InvalidArgument("a start needs a chat or a completion")
+    is_resumed = any(request.options.resume_token_ids)
+    age_s = start.age_ms / 1000 if start.HasField("age_ms") else 0.0 if is_resumed else None
+    return dataclasses.replace(request, age_s=age_s, wants_prompt_ids=request.options.return_token_ids)
 
 
 def chat_input(proto: inference_pb2.ChatRequest) -> domain.ChatInput:
@@ -89,7 +95,7 @@ def _prompt(proto: inference_pb2.Prompt, index: int) -> str | Sequence[int]:
         case "text":
             return proto.text
         case "token_ids":
-            return tuple(proto.token_ids.ids)
+            return proto.token_ids.ids  # left as they are until their number has been checked
     raise InvalidArgument("a prompt needs a text or token ids", field=f"prompt[{index}]")
 
 
@@ -107,7 +113,7 @@ def _options(proto: inference_pb2.GenerationOptions) -> domain.Options:
         cache_salt=proto.cache_salt,
         request_id=proto.request_id,
         return_token_ids=proto.return_token_ids,
-        resume_token_ids=tuple(tuple(choice.ids) for choice in proto.resume_token_ids),
+        resume_token_ids=tuple(choice.ids for choice in proto.resume_token_ids),
         resumable=proto.resumable,
     )
 
@@ -321,7 +327,7 @@ def submit_proto(
         proto.trace.tracestate = submission.trace.tracestate
     if submission.deadline_s is not None:
         proto.remaining_time_ms = min(max(1, round((submission.deadline_s - now_s) * 1000)), _MAX_UINT32)
-    if is_resubmitted or submission.is_resumed:
+    if is_resubmitted or submission.is_resubmitted:
         proto.age_ms = min(max(0, round((now_s - submission.submitted_at_s) * 1000)), _MAX_UINT32)
     if not needs_prompt_logprobs:
         proto.sampling.ClearField("num_prompt_logprobs")

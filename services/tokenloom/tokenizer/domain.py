@@ -92,7 +92,7 @@ class Options:
     cache_salt: str = ""
     request_id: str = ""
     return_token_ids: bool = False
-    resume_token_ids: tuple[tuple[int, ...], ...] = ()
+    resume_token_ids: tuple[Sequence[int], ...] = ()
     resumable: bool = False
 
 
@@ -123,6 +123,8 @@ class GenerationRequest:
 
     Args:
         remaining_time_s: time left when the request came in; None: no deadline.
+        age_s: how long a gateway had it before, if it sends it again; bounds on new requests leave it out. None: new.
+        wants_prompt_ids: Accepted carries the prompts' ids.
     """
 
     input: ChatInput | CompleteInput
@@ -130,11 +132,19 @@ class GenerationRequest:
     caller: Caller = Caller()
     trace: Trace = Trace()
     remaining_time_s: float | None = None
+    age_s: float | None = None
+    wants_prompt_ids: bool = True
 
     @property
     def kind(self) -> str:
         """`chat` or `complete`, for spans, metrics and logs."""
         return "chat" if isinstance(self.input, ChatInput) else "complete"
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        num_prompts = len(self.input.prompts) if isinstance(self.input, CompleteInput) else 1
+        return self.options.num_choices * num_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ class Submission:
         sampling: every default filled in, with this choice's own seed.
         submitted_at_s: monotonic time at which the request was first taken.
         deadline_s: monotonic time at which its time is up; None: no deadline.
-        is_resumed: the caller had tokens of it already, so bounds do not apply again.
+        is_resubmitted: a gateway sends it again, so bounds do not apply again.
     """
 
     request_id: str
@@ -173,5 +183,5 @@ class Submission:
     trace: Trace
     submitted_at_s: float
     deadline_s: float | None
-    is_resumed: bool
+    is_resubmitted: bool
     is_resumable: bool

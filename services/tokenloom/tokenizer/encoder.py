@@ -17,16 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from tokenloom.common.errors import InvalidArgument, ResourceExhausted
 from tokenloom.tokenizer.assets import plain_copy
 from tokenloom.tokenizer.metrics import ENCODE_SECONDS
+from tokenloom.tokenizer.validation import MAX_PROMPT_IDS, check_prompt_length, shortened
 
 _LONG_TEXT_BYTES = 16 << 10
 _MAX_BATCH_TEXTS = 256
 _ENTRY_OVERHEAD_BYTES = 256
 _SLICE_TOKENS = 32_768
+_SEGMENTS_AT_ONCE = 64
 _PAUSE_S = 0.0002
 _RETRY_AFTER_S = 1.0
 
@@ -48,6 +50,8 @@ class _Key(NamedTuple):
 class _Job:
     key: _Key
     num_bytes: int
+    field: str
+    max_model_len: int | None
     future: asyncio.Future[array[int]]
 
 
@@ -75,7 +79,13 @@ class Encoder:
         self._special_ids = frozenset(special)
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool, is_plain: bool = False, field: str = "text"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        is_plain: bool = False,
+        field: str = "text",
+        max_model_len: int | None = None,
     ) -> array[int]:
         """The ids of `text`.
 
@@ -83,6 +93,8 @@ class Encoder:
             add_special_tokens: add what the tokenizer puts around a text by itself, such as a BOS token.
             is_plain: names of special tokens in the text are ordinary text.
             field: what the caller calls the text, for errors.
+            max_model_len: the context, if the text is a prompt that must fit it. The ids of a longer one are not even
+                looked at.
 
         Returns: the ids; shared with the cache, so not to be changed.
 
@@ -97,34 +109,49 @@ class Encoder:
         lane = self._long if num_bytes > _LONG_TEXT_BYTES else self._short
         self._num_queued_bytes += num_bytes
         try:
-            ids = await lane.encode(key, num_bytes)
+            ids = await lane.encode(key, num_bytes, field, max_model_len)
         finally:
             self._num_queued_bytes -= num_bytes
         self._cache.put(key, ids, num_bytes)
         return ids
 
-    async def encode_segments(self, segments: Sequence[Segment]) -> array[int]:
+    async def encode_segments(self, segments: Sequence[Segment], *, max_model_len: int) -> array[int]:
         """The ids of a rendered conversation, without special tokens of the tokenizer's own.
 
         Segments after the first are encoded behind a newline that is taken off again, since SentencePiece puts a space
         before a text's first word.
 
-        Raises: as `encode`; InvalidArgument also if a plain segment cannot be encoded without a special token.
+        Raises: as `encode`; InvalidArgument also if a plain segment cannot be encoded without a special token, and as
+            soon as the prompt is longer than the context.
         """
         if len(segments) == 1 and not segments[0].is_plain:
-            return await self.encode(segments[0].text, add_special_tokens=False, field="messages")
+            return await self._encode_segment(segments[0], "", max_model_len)
+        num_plain = sum(segment.is_plain for segment in segments)  # each is the name of a special token
+        check_prompt_length(num_plain, max_model_len, "messages", "at least ")
         ids = array("I")
-        for i, (text, is_plain) in enumerate(segments):
-            prefix = "\n" if i else ""
-            encoded = await self.encode(prefix + text, add_special_tokens=False, is_plain=is_plain, field="messages")
+        for i, segment in enumerate(segments):
+            encoded = await self._encode_segment(segment, "\n" if i else "", max_model_len)
             if i and encoded[: len(self._newline)] == self._newline:
                 encoded = encoded[len(self._newline) :]
             elif i:
-                encoded = await self.encode(text, add_special_tokens=False, is_plain=is_plain, field="messages")
-            if is_plain and not self._special_ids.isdisjoint(encoded):
-                raise InvalidArgument(f"{text!r} in a message cannot be told from a special token", field="messages")
+                encoded = await self._encode_segment(segment, "", max_model_len)
+            if segment.is_plain and not self._special_ids.isdisjoint(encoded):
+                message = f"{shortened(segment.text)} in a message cannot be told from a special token"
+                raise InvalidArgument(message, field="messages")
             ids.extend(encoded)
+            check_prompt_length(len(ids), max_model_len, "messages", "at least ")
+            if i % _SEGMENTS_AT_ONCE == _SEGMENTS_AT_ONCE - 1:  # known ones come from the cache without a pause
+                await asyncio.sleep(0)
         return ids
+
+    async def _encode_segment(self, segment: Segment, prefix: str, max_model_len: int) -> array[int]:
+        return await self.encode(
+            prefix + segment.text,
+            add_special_tokens=False,
+            is_plain=segment.is_plain,
+            field="messages",
+            max_model_len=max_model_len,
+        )
 
     def close(self) -> None:
         """Stop the threads; running batches are given up."""
@@ -182,9 +209,9 @@ class _Lane:
         self._queue: deque[_Job] = deque()
         self._worker: asyncio.Task[None] | None = None
 
-    async def encode(self, key: _Key, num_bytes: int) -> array[int]:
+    async def encode(self, key: _Key, num_bytes: int, field: str, max_model_len: int | None) -> array[int]:
         loop = asyncio.get_running_loop()
-        job = _Job(key, num_bytes, loop.create_future())
+        job = _Job(key, num_bytes, field, max_model_len, loop.create_future())
         self._queue.append(job)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
@@ -201,15 +228,19 @@ class _Lane:
             while self._queue:
                 batch = self._next_batch()
                 try:
-                    results = await loop.run_in_executor(self._pool, self._encode, [job.key for job in batch])
+                    results = await loop.run_in_executor(self._pool, self._encode, batch)
                 except Exception as error:  # told to each caller, where it is mapped and logged
                     for job in batch:
                         if not job.future.done():
                             job.future.set_exception(error)
                     continue
-                for job, ids in zip(batch, results, strict=True):
-                    if not job.future.done():
-                        job.future.set_result(ids)
+                for job, result in zip(batch, results, strict=True):
+                    if job.future.done():
+                        continue
+                    if isinstance(result, InvalidArgument):
+                        job.future.set_exception(result)
+                    else:
+                        job.future.set_result(result)
         finally:
             self._worker = None
 
@@ -224,31 +255,47 @@ class _Lane:
                 num_bytes += job.num_bytes
         return batch
 
-    def _encode(self, keys: list[_Key]) -> list[array[int]]:
+    def _encode(self, jobs: list[_Job]) -> list[array[int] | InvalidArgument]:
         """Runs in the lane's thread."""
         started_s = time.perf_counter()
-        results: list[array[int] | None] = [None] * len(keys)
-        for mode in {(key.add_special_tokens, key.is_plain) for key in keys}:
-            places = [i for i, key in enumerate(keys) if (key.add_special_tokens, key.is_plain) == mode]
-            texts = [keys[i].text for i in places]
+        results: dict[int, array[int] | InvalidArgument] = {}
+        for mode in {(job.key.add_special_tokens, job.key.is_plain) for job in jobs}:
+            places = [i for i, job in enumerate(jobs) if (job.key.add_special_tokens, job.key.is_plain) == mode]
+            texts = [jobs[i].key.text for i in places]
             add_special_tokens, is_plain = mode
             encodings = self._modes[is_plain].encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             for i, encoding in zip(places, encodings, strict=True):
-                results[i] = _compact(encoding.ids)
+                results[i] = _ids_of(encoding, jobs[i])
         ENCODE_SECONDS.observe(time.perf_counter() - started_s)
-        return [ids for ids in results if ids is not None]
+        return [results[i] for i in range(len(jobs))]
+
+
+def _ids_of(encoding: Encoding, job: _Job) -> array[int] | InvalidArgument:
+    """The ids, or the refusal of too many, which are not even looked at.
+
+    A list of a million ids holds the GIL, and with it the event loop, for about 12 ms.
+    """
+    num_tokens = len(encoding)
+    try:
+        if job.max_model_len is not None:
+            check_prompt_length(num_tokens, job.max_model_len, job.field)
+        if num_tokens > MAX_PROMPT_IDS:
+            message = f"the text has {num_tokens} tokens; at most {MAX_PROMPT_IDS} are accepted"
+            raise InvalidArgument(message, field=job.field)
+    except InvalidArgument as error:
+        return error
+    return _compact(encoding.ids)
 
 
 def _compact(ids: list[int]) -> array[int]:
-    """The ids at 4 bytes each; empties the list.
-
-    In slices with pauses, since each step holds the GIL: the list of a megabyte's ids at once would hold the event loop
-    up for longer than it took to make it.
-    """
+    """The ids at 4 bytes each; empties the list, from its end, in slices with pauses in which other threads run."""
+    slices: list[array[int]] = []
+    while ids:
+        slices.append(array("I", ids[-_SLICE_TOKENS:]))
+        del ids[-_SLICE_TOKENS:]
+        if ids:
+            time.sleep(_PAUSE_S)
     compact = array("I")
-    while len(ids) > _SLICE_TOKENS:
-        compact.fromlist(ids[:_SLICE_TOKENS])
-        del ids[:_SLICE_TOKENS]
-        time.sleep(_PAUSE_S)
-    compact.fromlist(ids)
+    for part in reversed(slices):
+        compact.extend(part)
     return compact

@@ -145,21 +145,36 @@ class EngineClient:
 
     def finish(self, handle: int, num_tokens_kept: int) -> None:
         """Tell the engine that a choice is complete (a stop string); later tokens of it are ignored."""
-        if self._living.pop(handle, None) is not None and self._is_up:
+        if self._leave(handle):
             self._outbox.finishes[handle] = num_tokens_kept
             self._outbox.filled.set()
 
     def cancel(self, handle: int, why: str) -> None:
         """Tell the engine that nobody waits for a choice; nothing more is heard of it."""
-        if self._living.pop(handle, None) is None or self._outbox.drop_submit(handle) or not self._is_up:
-            return
-        self._outbox.cancels[handle] = why
-        self._outbox.filled.set()
+        if self._leave(handle):
+            self._outbox.cancels[handle] = why
+            self._outbox.filled.set()
 
     def forget(self, handle: int) -> None:
         """Hear nothing more of a choice and tell the engine nothing: a later submission took it over."""
         self._living.pop(handle, None)
         self._outbox.drop_submit(handle)
+
+    def _leave(self, handle: int) -> bool:
+        """Take a choice out of flight; True if the engine must be told of its end, under this handle.
+
+        A choice that this session has not seen yet is attached first, or the engine would not know the handle.
+        """
+        entry = self._living.pop(handle, None)
+        is_waiting = self._outbox.drop_submit(handle)
+        if entry is None or not self._is_up:
+            return False
+        if entry.is_in_session and not is_waiting:
+            return True
+        if entry.was_sent:
+            listener = entry.listener
+            self._outbox.attaches[handle] = (listener.submission.request_id, len(listener.token_ids))
+        return entry.was_sent
 
     # --- the session's life ---
 
@@ -231,15 +246,17 @@ class EngineClient:
             "engine session up: model %s, epoch %s, %d choices to resume", info.model_id, info.epoch, self.num_living
         )
         self._info, self._is_up, self._is_lost, self._is_draining = info, True, False, False
-        if self._give_up is not None:
-            self._give_up.cancel()
-            self._give_up = None
         self._outbox.clear()
+        for entry in self._living.values():
+            entry.is_in_session = False
         for handle, entry in list(self._living.items()):
-            if entry.listener.end_if_complete():
+            if self._tell(handle, "end_if_complete"):
                 self._living.pop(handle, None)
             elif handle in self._living:  # the end of another choice may have ended this one's request
                 self._outbox.add_submit(handle, entry)
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
         ENGINE_SESSIONS.inc()
         ENGINE_CONNECTED.set(1)
         self._on_state(True)
@@ -293,12 +310,12 @@ class EngineClient:
             self._is_draining = True
             self._on_state(False)
 
-    def _tell(self, handle: int, event: str, *details: Any) -> None:
-        """Call a method of a choice's listener; a fault in it ends that choice alone."""
+    def _tell(self, handle: int, event: str, *details: Any) -> Any:
+        """Call a method of a choice's listener and return its answer; a fault in it ends that choice alone."""
         if (entry := self._living.get(handle)) is None:
-            return  # finished or cancelled here; the engine did not know yet
+            return None  # finished or cancelled here; the engine did not know yet
         try:
-            getattr(entry.listener, event)(*details)
+            return getattr(entry.listener, event)(*details)
         except Exception as error:
             submission = entry.listener.submission
             if not isinstance(error, TokenloomError):
@@ -306,6 +323,7 @@ class EngineClient:
                 error = Internal("internal error; the server's log has the details")
             self.cancel(handle, "tokenizer_error")
             entry.listener.on_failed(error)
+            return None
 
 
 def _reason_of(error: Exception) -> str:

@@ -17,7 +17,7 @@ from tokenloom.tokenizer.domain import Submission
 from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
 from tokenloom.tokenizer.metrics import RESUBMISSIONS
 
-_MAX_SUBMITTED_IDS_PER_MESSAGE = 4 << 20
+_MAX_SUBMITTED_IDS_PER_MESSAGE = 1 << 17  # more would hold the event loop up while the message is made
 
 
 class EngineListener(Protocol):
@@ -56,10 +56,16 @@ class EngineListener(Protocol):
 
 @dataclass(slots=True)
 class InFlight:
-    """A choice in flight; `was_sent` if the engine may have it already."""
+    """A choice in flight.
+
+    Args:
+        was_sent: the engine may have it already.
+        is_in_session: it was sent, or is about to be, in the session that is up now.
+    """
 
     listener: EngineListener
     was_sent: bool = False
+    is_in_session: bool = False
 
 
 class EngineOutbox:
@@ -67,6 +73,7 @@ class EngineOutbox:
 
     Attributes:
         submits: choices to submit, in order.
+        attaches: choices of a lost session that are taken over only to be ended: request id and tokens had.
         finishes: tokens kept of choices that a stop string ended.
         cancels: why choices are given up.
         num_submitted_ids: ids in `submits`.
@@ -75,6 +82,7 @@ class EngineOutbox:
 
     def __init__(self) -> None:
         self.submits: dict[int, InFlight] = {}
+        self.attaches: dict[int, tuple[str, int]] = {}
         self.finishes: dict[int, int] = {}
         self.cancels: dict[int, str] = {}
         self.num_submitted_ids = 0
@@ -83,6 +91,7 @@ class EngineOutbox:
     def add_submit(self, handle: int, entry: InFlight) -> None:
         """Submit a choice."""
         self.submits[handle] = entry
+        entry.is_in_session = True
         self.num_submitted_ids += _num_ids(entry)
         self.filled.set()
 
@@ -97,6 +106,7 @@ class EngineOutbox:
     def clear(self) -> None:
         """Forget everything; for a new session."""
         self.submits.clear()
+        self.attaches.clear()
         self.finishes.clear()
         self.cancels.clear()
         self.num_submitted_ids = 0
@@ -105,7 +115,7 @@ class EngineOutbox:
     def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
         """Empty the outbox into messages of bounded size."""
         self.filled.clear()
-        while self.submits or self.finishes or self.cancels:
+        while self.submits or self.finishes or self.cancels:  # what is attached is finished or cancelled
             message = engine_pb2.EngineServiceSessionRequest()
             num_ids = 0
             while self.submits and num_ids < _MAX_SUBMITTED_IDS_PER_MESSAGE:
@@ -115,11 +125,14 @@ class EngineOutbox:
                 num_ids += _num_ids(entry)
                 message.submits.append(_submit(handle, entry))
             if not self.submits:
+                for handle, (request_id, num_tokens) in self.attaches.items():
+                    message.attaches.add(handle=handle, request_id=request_id, from_token_index=num_tokens)
                 for handle, num_tokens_kept in self.finishes.items():
                     reason = engine_pb2.ENGINE_FINISH_REASON_STOP_STRING
                     message.finishes.add(handle=handle, num_tokens_kept=num_tokens_kept, reason=reason)
                 for handle, why in self.cancels.items():
                     message.cancels.add(handle=handle, reason=why)
+                self.attaches.clear()
                 self.finishes.clear()
                 self.cancels.clear()
             yield message

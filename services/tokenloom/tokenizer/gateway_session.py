@@ -1,8 +1,9 @@
 """One gateway's session: many requests over one stream.
 
 The requests' events gather in an outbox while the frame of an engine step is handled, and go out as one message when
-the event loop comes round to the writer: one message per step and session, more only if it would be too large. A
-gateway that does not read keeps nobody waiting; at the outbox's bound its requests are given up and its session ends.
+the event loop comes round to the writer: one message per step and session, more only if it would be too large or take
+too long to make. A gateway that does not read keeps nobody waiting; at the outbox's bound the request that fills most
+of it is given up, or else all of the gateway's requests, and its session ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tokenloom.common.errors import Internal, InvalidArgument, TokenloomError
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.convert import EventConverter, session_start
-from tokenloom.tokenizer.events import Failed
+from tokenloom.tokenizer.events import MAX_LOGPROBS_PER_EVENT, Delta, Failed
 from tokenloom.tokenizer.generation import GenerationService
 from tokenloom.tokenizer.outbox import Batch, Outbox, RequestSink, size_of
 
@@ -45,7 +46,7 @@ class GatewaySession:
         self._authenticator = authenticator
         self._converter = converter
         self._model_id = model_id
-        self._outbox = Outbox(max_outbox_bytes, self._give_up)
+        self._outbox = Outbox(max_outbox_bytes, self._give_up, self._cancel)
         self._reader: asyncio.Task[None] | None = None
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._last_handle = 0
@@ -67,8 +68,9 @@ class GatewaySession:
         try:
             while True:
                 batch = await self._outbox.take()
-                for part in _parts(batch):
+                for part in parts_of(batch):
                     yield self._converter.frame(part)
+                    await asyncio.sleep(0)
                 if self._must_tell_draining:
                     self._must_tell_draining = False
                     yield inference_pb2.SessionResponse(draining=True)
@@ -86,6 +88,11 @@ class GatewaySession:
             self._reader.cancel()
         for task in self._requests.values():
             task.cancel()
+
+    def _cancel(self, handle: int) -> None:
+        """Give one request up; nothing more is told of it."""
+        if (running := self._requests.get(handle)) is not None:
+            running.cancel()
 
     def tell_draining(self) -> None:
         """Ask the gateway for no new requests."""
@@ -122,9 +129,9 @@ class GatewaySession:
             task = asyncio.get_running_loop().create_task(self._serve(start))
             self._requests[start.handle] = task
         for handle in message.cancelled_handles:
-            if (running := self._requests.get(handle)) is not None:
-                running.cancel()
-                self._outbox.drop(handle)
+            if handle in self._requests:
+                self._outbox.close(handle)
+                self._cancel(handle)
 
     async def _serve(self, start: inference_pb2.SessionStart) -> None:
         """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
@@ -139,18 +146,22 @@ class GatewaySession:
             self._outbox.put(handle, Failed(Internal("internal error; the server's log has the details")))
         finally:
             del self._requests[handle]
+            self._outbox.forget(handle)
             self._outbox.wake()
 
 
-def _parts(batch: Batch) -> Iterator[Batch]:
-    """Cut what waited so long that one message would be too large."""
+def parts_of(batch: Batch) -> Iterator[Batch]:
+    """Cut what waited so long that one message would be too large, or hold the event loop up while it is made."""
     part: Batch = []
-    num_bytes = 0
+    num_bytes = num_logprobs = 0
     for item in batch:
-        part.append(item)
-        num_bytes += size_of(item[1])
-        if num_bytes >= _MAX_FRAME_BYTES:
+        size, entries = size_of(item[1]), item[1].num_logprobs if isinstance(item[1], Delta) else 0
+        is_over = num_bytes + size > _MAX_FRAME_BYTES or num_logprobs + entries > MAX_LOGPROBS_PER_EVENT
+        if part and is_over:
             yield part
-            part, num_bytes = [], 0
+            part, num_bytes, num_logprobs = [], 0, 0
+        part.append(item)
+        num_bytes += size
+        num_logprobs += entries
     if part:
         yield part

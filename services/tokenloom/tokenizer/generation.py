@@ -35,7 +35,7 @@ from tokenloom.tokenizer.encoder import Encoder
 from tokenloom.tokenizer.engine_client import EngineClient
 from tokenloom.tokenizer.events import EventSink
 from tokenloom.tokenizer.metrics import ACTIVE_CHOICES, ACTIVE_REQUESTS, REQUESTS
-from tokenloom.tokenizer.validation import check_prompt, check_request, check_token_ids
+from tokenloom.tokenizer.validation import check_num_prompt_ids, check_prompt, check_request, checked_ids
 
 log = logging.getLogger(__name__)
 _DEADLINE_GRACE_S = 1.0  # the engine ends a request at its deadline; this is for an engine that does not answer
@@ -92,9 +92,9 @@ class GenerationService:
                     check_request(request, engine, self._model_id)
                     self._reserve(active)
                     prompts = await self.prompts_of(request, engine)
-                    active.prepare(prompts, convert.trace_of(context_of(span)))
-                    self._supersede(active)
-                    active.submit()
+                    await active.prepare(prompts, convert.trace_of(context_of(span)))
+                    active.submit(self._by_id.get(active.scoped_id))
+                    self._by_id[active.scoped_id] = active
                     await active.done
             except TimeoutError:
                 raise DeadlineExceeded("the request's time was up") from None
@@ -106,13 +106,28 @@ class GenerationService:
         """
         if isinstance(request.input, ChatInput):
             rendered = await self._chat_template.render(request.input)
-            ids = await self._encoder.encode_segments(rendered.segments)
+            ids = await self._encoder.encode_segments(rendered.segments, max_model_len=engine.max_model_len)
             check_prompt(ids, engine, "messages")
             return (ids,)
         prompts = request.input.prompts
+        check_num_prompt_ids(prompts)
         fields = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
-        jobs = [self._prompt_ids(prompt, engine, field) for prompt, field in zip(prompts, fields, strict=True)]
-        return tuple(await asyncio.gather(*jobs))
+        texts = [
+            self._encoder.encode(prompt, add_special_tokens=True, field=field, max_model_len=engine.max_model_len)
+            for prompt, field in zip(prompts, fields, strict=True)
+            if isinstance(prompt, str)
+        ]
+        encoded = iter(await asyncio.gather(*texts))
+        taken: list[Sequence[int]] = []
+        for prompt, field in zip(prompts, fields, strict=True):
+            if isinstance(prompt, str):
+                taken.append(next(encoded))
+            else:
+                taken.append(checked_ids(prompt, engine, field))
+                await asyncio.sleep(0)
+            check_prompt(taken[-1], engine, field)
+        check_num_prompt_ids(taken)
+        return tuple(taken)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, then fail them with Unavailable."""
@@ -126,13 +141,6 @@ class GenerationService:
                 active.fail(Unavailable("the server stops", reason="DRAINING", retry_after_s=_RETRY_AFTER_S))
             await asyncio.sleep(0)
 
-    async def _prompt_ids(self, prompt: str | Sequence[int], engine: EngineInfo, field: str) -> Sequence[int]:
-        if isinstance(prompt, str):
-            prompt = await self._encoder.encode(prompt, add_special_tokens=True, field=field)
-        check_token_ids(prompt, engine, field)
-        check_prompt(prompt, engine, field)
-        return prompt
-
     def _require_engine(self, request: GenerationRequest) -> EngineInfo:
         """What the engine said of itself. Raises: Unavailable if requests are not taken now."""
         try:
@@ -144,24 +152,17 @@ class GenerationService:
             raise
 
     def _reserve(self, active: ActiveRequest) -> None:
-        """Make room for the request's choices, or refuse it; resubmissions are exempt."""
+        """Make room for the request's choices, or refuse it; what a gateway sends again was counted before."""
         num_choices = active.num_choices
         if num_choices > self._max_active_choices:
             message = f"n times the number of prompts is {num_choices}; at most {self._max_active_choices} are accepted"
             raise InvalidArgument(message, field="n")
-        is_resumed = bool(active.request.options.resume_token_ids)
-        if not is_resumed and self._num_active_choices + num_choices > self._max_active_choices:
+        is_new = active.request.age_s is None
+        if is_new and self._num_active_choices + num_choices > self._max_active_choices:
             raise ResourceExhausted("too many requests are in flight", retry_after_s=_RETRY_AFTER_S)
         self._num_active_choices += num_choices
         active.num_reserved = num_choices
         ACTIVE_CHOICES.set(self._num_active_choices)
-
-    def _supersede(self, active: ActiveRequest) -> None:
-        """Let the later of two requests with one id take the choices over; the earlier one ends."""
-        earlier = self._by_id.get(active.scoped_id)
-        self._by_id[active.scoped_id] = active
-        if earlier is not None:
-            earlier.hand_over()
 
     @contextmanager
     def _counted(self, active: ActiveRequest) -> Iterator[None]:
@@ -208,12 +209,19 @@ def _traced(active: ActiveRequest) -> Iterator[Span]:
     try:
         yield span
     except BaseException as error:
-        span.set_status(Status(StatusCode.ERROR, str(error) or type(error).__name__))
+        span.set_status(Status(StatusCode.ERROR, _kind_of(error)))
         raise
     finally:
         span.set_attribute("gen_ai.usage.input_tokens", active.num_prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", active.num_generated_tokens)
         span.end()
+
+
+def _kind_of(error: BaseException) -> str:
+    """What a trace says of an error: never its message, which may quote the caller's text."""
+    if isinstance(error, TokenloomError):
+        return error.reason or error.code.name
+    return type(error).__name__
 
 
 def _log_fields(active: ActiveRequest) -> dict[str, object]:

@@ -8,22 +8,24 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tokenloom.api.v1 import inference_pb2, inference_pb2_grpc
+from tokenloom.common.errors import InvalidArgument
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.chat_template import ChatTemplate
-from tokenloom.tokenizer.detokenizer import decode_whole
+from tokenloom.tokenizer.detokenizer import Detokenizer
 from tokenloom.tokenizer.domain import GenerationRequest, Trace
 from tokenloom.tokenizer.encoder import Encoder
 from tokenloom.tokenizer.engine_client import EngineClient
 from tokenloom.tokenizer.gateway_session import GatewaySession
 from tokenloom.tokenizer.generation import GenerationService
 from tokenloom.tokenizer.outbox import Outbox, RequestSink
-from tokenloom.tokenizer.validation import check_token_ids
+from tokenloom.tokenizer.validation import MAX_PROMPT_IDS, check_token_ids
 
 _DIRECT_OUTBOX_BYTES = 16 << 20
 _DIRECT_HANDLE = 1
-_SHORT_DECODE_TOKENS = 1024
+_IDS_AT_ONCE = 32_768  # copied in one go; then others' requests go on
+_DECODED_AT_ONCE = 256
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -96,18 +98,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._authenticator.direct_caller(_metadata(context))
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         ids = await self._encoder.encode(request.text, add_special_tokens=add_special_tokens)
-        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._engine.info.max_model_len)
+        response = inference_pb2.TokenizeResponse(max_model_len=self._engine.info.max_model_len)
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            response.token_ids.extend(ids[start : start + _IDS_AT_ONCE])
+            await asyncio.sleep(0)
+        return response
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Any
     ) -> inference_pb2.DetokenizeResponse:
         """Ids to text."""
         self._authenticator.direct_caller(_metadata(context))
-        check_token_ids(request.token_ids, self._engine.info, "tokens")
-        decode = (self._assets.tokenizer, request.token_ids, request.skip_special_tokens)
-        if len(request.token_ids) <= _SHORT_DECODE_TOKENS:
-            return inference_pb2.DetokenizeResponse(text=decode_whole(*decode))
-        return inference_pb2.DetokenizeResponse(text=await asyncio.to_thread(decode_whole, *decode))
+        ids, info = request.token_ids, self._engine.info
+        if len(ids) > MAX_PROMPT_IDS:
+            raise InvalidArgument(f"{len(ids)} tokens; at most {MAX_PROMPT_IDS} are accepted", field="tokens")
+        skipped = self._assets.special_token_ids if request.skip_special_tokens else frozenset()
+        detokenizer = Detokenizer(self._assets.tokenizer, skipped)
+        texts: list[str] = []
+        for start in range(0, len(ids), _DECODED_AT_ONCE):
+            part = ids[start : start + _DECODED_AT_ONCE]
+            check_token_ids(part, info, "tokens")
+            texts += map(detokenizer.push, part)
+            await asyncio.sleep(0)
+        return inference_pb2.DetokenizeResponse(text="".join((*texts, detokenizer.flush())))
 
     async def RenderChat(
         self, request: inference_pb2.RenderChatRequest, context: Any
@@ -115,7 +128,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """What Chat would send to the model."""
         self._authenticator.direct_caller(_metadata(context))
         rendered = await self._chat_template.render(convert.chat_input(request.chat))
-        ids = await self._encoder.encode_segments(rendered.segments)
+        limit = self._engine.info.max_model_len
+        ids = await self._encoder.encode_segments(rendered.segments, max_model_len=limit)
         return inference_pb2.RenderChatResponse(text=rendered.text, token_ids=ids)
 
     async def ListModels(

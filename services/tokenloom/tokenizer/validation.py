@@ -6,12 +6,14 @@ fails it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from tokenloom.common.errors import InvalidArgument, NotFound
 from tokenloom.tokenizer.domain import ChatInput, EngineInfo, GenerationRequest, Options, SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_PROMPT_IDS = 1_000_000
 MAX_CHOICES_PER_PROMPT = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -29,13 +31,14 @@ def check_request(request: GenerationRequest, engine: EngineInfo, model: str) ->
     """
     options = request.options
     if options.model not in ("", model):
-        raise NotFound(f"there is no model {options.model!r}; this server has {model!r}", field="model")
+        raise NotFound(f"there is no model {shortened(options.model)}; this server has {model!r}", field="model")
     if not isinstance(request.input, ChatInput):
         _require(len(request.input.prompts) > 0, "prompt", "at least one prompt is needed")
         _require(len(request.input.prompts) <= MAX_PROMPTS, "prompt", f"at most {MAX_PROMPTS} prompts are accepted")
     logprobs_field = "top_logprobs" if isinstance(request.input, ChatInput) else "logprobs"
     _check_sampling(options.sampling, engine, logprobs_field)
     _check_options(options, engine)
+    _check_resumed(request)
 
 
 def check_token_ids(ids: Sequence[int], engine: EngineInfo, field: str) -> None:
@@ -48,12 +51,56 @@ def check_token_ids(ids: Sequence[int], engine: EngineInfo, field: str) -> None:
 def check_prompt(ids: Sequence[int], engine: EngineInfo, field: str) -> None:
     """Raise InvalidArgument if a prompt has no tokens or leaves no room for one more."""
     _require(len(ids) > 0, field, "the prompt has no tokens")
-    limit = engine.max_model_len
+    check_prompt_length(len(ids), engine.max_model_len, field)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int, field: str, at_least: str = "") -> None:
+    """Raise InvalidArgument if a prompt leaves no room for one more token; `at_least` stands before its length."""
     _require(
-        len(ids) + 1 <= limit,
+        num_tokens + 1 <= max_model_len,
         field,
-        f"the prompt has {len(ids)} tokens; the context of {limit} tokens must hold it and at least one more",
+        f"the prompt has {at_least}{num_tokens} tokens; "
+        f"the context of {max_model_len} tokens must hold it and at least one more",
     )
+
+
+def checked_ids(ids: Sequence[int], engine: EngineInfo, field: str) -> array[int]:
+    """A prompt of ids as an array; its length is checked first, since looking at millions of ids takes long.
+
+    Raises: InvalidArgument if it is no prompt.
+    """
+    check_prompt(ids, engine, field)
+    checked = array("I", ids)
+    check_token_ids(checked, engine, field)
+    return checked
+
+
+def check_num_prompt_ids(prompts: Sequence[str | Sequence[int]]) -> None:
+    """Raise InvalidArgument if the prompts that are ids have too many of them together."""
+    total = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+    message = f"the prompts have {total} tokens together; at most {MAX_PROMPT_IDS} are accepted"
+    _require(total <= MAX_PROMPT_IDS, "prompt", message)
+
+
+def check_resumed_ids(ids: Sequence[int], max_tokens: int | None, engine: EngineInfo) -> None:
+    """Raise InvalidArgument if a resumed choice has more ids than it may generate, or ids that are no tokens.
+
+    As many as it may is right: its end may have been lost.
+    """
+    limit = engine.max_model_len if max_tokens is None else max_tokens
+    message = f"a choice has {len(ids)} ids already; the prompt and max_tokens leave room for {limit}"
+    _require(len(ids) <= limit, "resume_token_ids", message)
+    check_token_ids(ids, engine, "resume_token_ids")
+
+
+def encodable(text: str, max_chars: int) -> str:
+    """A caller's text, cut if it is long, as protobuf takes it: JSON may hold halves of surrogate pairs."""
+    return text[:max_chars].encode("utf-8", "backslashreplace").decode()
+
+
+def shortened(text: str, max_chars: int = 100) -> str:
+    """A caller's text for an error message: quoted, and cut if it is long."""
+    return repr(text) if len(text) <= max_chars else f"{text[:max_chars]!r}..."
 
 
 def _check_sampling(params: SamplingParams, engine: EngineInfo, logprobs_field: str) -> None:
@@ -106,8 +153,14 @@ def _check_options(options: Options, engine: EngineInfo) -> None:
         "cache_salt",
         f"a cache salt has at most {MAX_CACHE_SALT_CHARS} characters",
     )
-    for ids in options.resume_token_ids:
-        check_token_ids(ids, engine, "resume_token_ids")
+
+
+def _check_resumed(request: GenerationRequest) -> None:
+    """The lists' number; their ids are checked when each is used."""
+    resumed = request.options.resume_token_ids
+    num_choices = request.num_choices
+    message = f"{len(resumed)} lists of ids for {num_choices} choices"
+    _require(len(resumed) in (0, num_choices), "resume_token_ids", message)
 
 
 def _range(value: float | None, field: str, low: float, high: float) -> None:

@@ -277,13 +277,14 @@ def test_output_is_bounded() -> None:
 
 def test_a_render_without_end_stops_at_its_time_and_holds_nobody_up() -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}"
-    template = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": endless}, {}, timeout_s=0.2)
+    sources = {"default": "{{ messages[0].content }}", "tool_use": endless}
+    template = ChatTemplate(sources, {}, timeout_s=2.0, max_output_chars=1 << 40)
 
     async def scenario() -> str:
         slow = asyncio.create_task(template.render(ChatInput((USER,), tools_json=("{}",))))
         await asyncio.sleep(0.01)
         text = (await template.render(ChatInput((USER,)))).text
-        with pytest.raises(InvalidArgument, match=r"more than 0\.2 s"):
+        with pytest.raises(InvalidArgument, match="more than 2 s"):
             await slow
         return text
 
@@ -305,3 +306,13 @@ def test_no_messages_and_no_template_are_the_callers_errors() -> None:
 def test_a_template_that_is_no_jinja_is_a_start_up_error() -> None:
     with pytest.raises(SetupError, match="broken"):
         template_of("{% if %}")
+
+
+def test_a_templates_refusal_is_cut_and_encodable() -> None:
+    with pytest.raises(InvalidArgument, match="chat template: ") as caught:
+        text_of(template_of("{{ raise_exception(messages[0].content) }}"), ChatMessage("user", "x\ud800" * 10_000))
+    assert len(caught.value.message.encode()) < 10_000
+    kwargs = '{"a\\ud800": 1}'
+    with pytest.raises(InvalidArgument) as caught:
+        template_of("x").render_now(ChatInput((USER,), template_kwargs_json=kwargs))
+    assert caught.value.field.encode()

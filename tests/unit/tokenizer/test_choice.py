@@ -12,6 +12,7 @@ from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.choice import Choice, ChoiceRules
 from tokenloom.tokenizer.domain import SamplingParams, StopConditions, Submission, Trace
 from tokenloom.tokenizer.events import (
+    MAX_LOGPROBS_PER_EVENT,
     ChoiceFinished,
     Delta,
     EngineFinish,
@@ -38,7 +39,7 @@ SUBMISSION = Submission(
     trace=Trace(),
     submitted_at_s=0.0,
     deadline_s=None,
-    is_resumed=False,
+    is_resubmitted=False,
     is_resumable=False,
 )
 
@@ -89,7 +90,9 @@ def make_choice(
         StopStrings(stop_strings, is_included),
         return_token_ids=ids,
     )
-    return Choice(owner, rules, dataclasses.replace(SUBMISSION, **changes), resume or ()), owner
+    choice = Choice(owner, rules, dataclasses.replace(SUBMISSION, **changes))
+    choice.resume(resume or ())
+    return choice, owner
 
 
 def feed(choice: Choice, owner: Owner, ids: list[int], step: int = 1, end: EngineFinish = LENGTH, at: int = 0) -> None:
@@ -139,7 +142,7 @@ def test_random_ids_give_the_same_text_at_every_step_size_and_resumed_anywhere(
         before.on_tokens(i, [ids[i]], [])
         if before_owner.finished is not None:
             return
-    resumed, resumed_owner = make_choice(tiny, stop_strings=stop, resume=ids[:cut], is_resumed=True)
+    resumed, resumed_owner = make_choice(tiny, stop_strings=stop, resume=ids[:cut])
     feed(resumed, resumed_owner, ids, step, at=cut)
     assert before_owner.text + resumed_owner.text == whole
     assert resumed_owner.finished == owner.finished
@@ -267,3 +270,41 @@ def test_a_deadline_is_an_error_and_never_length(tiny: TokenizerAssets) -> None:
     choice.on_finished(EngineFinish(EngineFinishReason.DEADLINE, None))
     assert isinstance(owner.error, DeadlineExceeded)
     assert owner.finished is None
+
+
+def test_a_stop_string_within_the_first_min_tokens_is_text(smollm: TokenizerAssets) -> None:
+    ids = encode(smollm, "one END two three END four")
+    first_end = next(i for i in range(len(ids)) if "END" in smollm.tokenizer.decode(ids[: i + 1]))
+    for step in (1, 3):
+        stop = StopConditions(max_tokens=200, min_tokens=first_end + 1)
+        choice, owner = make_choice(smollm, stop_strings=("END",), stop=stop)
+        feed(choice, owner, ids, step)
+        assert owner.text == "one END two three "
+        assert owner.finished == ChoiceFinished(0, FinishReason.STOP, stop_string="END")
+
+
+def test_a_gap_in_the_prompts_logprobs_is_a_fault(tiny: TokenizerAssets) -> None:
+    sampling = SamplingParams(num_prompt_logprobs=0)
+    choice, owner = make_choice(tiny, prompt_token_ids=tuple(range(10)), sampling=sampling)
+    choice.on_prompt_logprobs(1, [PositionLogprobs([1], [-1.0])])
+    with pytest.raises(Internal, match="2 to 4"):
+        choice.on_prompt_logprobs(5, [PositionLogprobs([5], [-1.0])])
+    assert len(owner.deltas) == 1
+
+
+def test_wide_prompt_logprobs_come_in_smaller_deltas(tiny: TokenizerAssets) -> None:
+    sampling = SamplingParams(num_prompt_logprobs=20)
+    choice, owner = make_choice(tiny, prompt_token_ids=tuple(range(301)), sampling=sampling)
+    choice.on_prompt_logprobs(1, [PositionLogprobs([i] * 21, [-1.0] * 21) for i in range(1, 301)])
+    assert max(delta.num_logprobs for delta in owner.deltas) <= MAX_LOGPROBS_PER_EVENT
+    assert [p.token_ids[0] for delta in owner.deltas for p in delta.prompt_logprobs] == list(range(1, 301))
+
+
+def test_ids_of_a_resumed_choice_may_come_in_several_runs(tiny: TokenizerAssets) -> None:
+    ids = encode(tiny, LINE)
+    whole, whole_owner = make_choice(tiny, resume=ids[:9])
+    parts, parts_owner = make_choice(tiny, resume=ids[:4])
+    parts.resume(ids[4:9])
+    for choice, owner in ((whole, whole_owner), (parts, parts_owner)):
+        feed(choice, owner, ids, at=9)
+    assert parts_owner.deltas == whole_owner.deltas

@@ -103,3 +103,31 @@ def test_consecutive_frames_merge_by_concatenation(tiny: TokenizerAssets) -> Non
 def test_an_unknown_finish_is_an_error() -> None:
     finish = convert.engine_finish(engine_pb2.Finished(reason=engine_pb2.ENGINE_FINISH_REASON_UNSPECIFIED))
     assert finish.reason is EngineFinishReason.ERROR
+
+
+@pytest.mark.parametrize(
+    ("resumed", "age_ms", "expected"),
+    [
+        ([], None, None),
+        ([[]], None, None),
+        ([[5]], None, 0.0),
+        ([], 2500, 2.5),
+        ([[5], []], 1500, 1.5),
+    ],
+)
+def test_only_a_gateways_resubmission_has_an_age(
+    resumed: list[list[int]], age_ms: int | None, expected: float | None
+) -> None:
+    options = inference_pb2.GenerationOptions(resume_token_ids=[inference_pb2.TokenIds(ids=ids) for ids in resumed])
+    chat = inference_pb2.ChatRequest(options=options)
+    start = inference_pb2.SessionStart(handle=1, chat=chat, age_ms=age_ms)
+    assert convert.session_start(start, Caller()).age_s == expected
+    assert convert.chat_request(chat, Caller(), Trace()).age_s is None
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_session_gets_prompt_ids_only_if_asked_and_a_direct_call_always(is_asked: bool) -> None:
+    chat = inference_pb2.ChatRequest(options=inference_pb2.GenerationOptions(return_token_ids=is_asked))
+    start = inference_pb2.SessionStart(handle=1, chat=chat)
+    assert convert.session_start(start, Caller()).wants_prompt_ids == is_asked
+    assert convert.chat_request(chat, Caller(), Trace()).wants_prompt_ids

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.detokenizer import Detokenizer, decode_whole
+from tokenloom.tokenizer.token_text import byte_level_alphabet
 
 LINE = "Copy exactly: ďábelské 🌍 漢字 👩‍🚀 café"
 
@@ -71,3 +72,41 @@ def test_sentencepiece_tokens_and_byte_fallback_decode_incrementally(text: str) 
         ids += [words.index(word)] if word else [words.index(f"<0x{b:02X}>") for b in rest[0].encode()]
         rest = rest[len(word) or 1 :]
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_bytes_that_never_become_text_are_told_as_the_whole_decode_tells_them(
+    data: st.DataObject, tiny: TokenizerAssets
+) -> None:
+    halves = [i for i in range(tiny.tokenizer.get_vocab_size()) if "\ufffd" in tiny.tokenizer.decode([i])]
+    ids = data.draw(st.lists(st.sampled_from(halves) | st.integers(0, 511), min_size=10, max_size=60))
+    assert "".join(pieces_of(tiny.tokenizer, ids)) == tiny.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("bytes_of_token", [b"\x80", b"\xe6", b"\xf0\x90", b"\xa2\xe6\xbc"])
+def test_no_more_than_a_few_tokens_wait_for_a_character(bytes_of_token: bytes) -> None:
+    tokenizer = byte_tokenizer(bytes_of_token)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(0) for _ in range(200)]
+    told = 0
+    for count, piece in enumerate(pieces, 1):
+        told += len(piece)
+        assert told >= len(tokenizer.decode([0] * max(0, count - 9)))
+    assert "".join([*pieces, detokenizer.flush()]) == tokenizer.decode([0] * 200)
+
+
+def test_many_tokens_without_text_do_not_lose_the_space_before_the_next_word() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "": 1}, unk_token="▁a"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    ids = [0, *[1] * 30, 0]
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == "a a"
+
+
+def byte_tokenizer(*tokens: bytes) -> Tokenizer:
+    """A byte-level tokenizer with these tokens."""
+    spelled = {byte: char for char, byte in byte_level_alphabet().items()}
+    words = {"".join(spelled[byte] for byte in token): i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

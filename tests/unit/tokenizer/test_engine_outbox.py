@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import uvloop
 
 from tokenloom.api.v1 import engine_pb2
-from tokenloom.common.errors import Unavailable
+from tokenloom.common.errors import Internal, TokenloomError, Unavailable
 from tokenloom.tokenizer import engine_outbox
-from tokenloom.tokenizer.domain import SamplingParams, StopConditions, Submission, Trace
+from tokenloom.tokenizer.domain import EngineInfo, SamplingParams, StopConditions, Submission, Trace
 from tokenloom.tokenizer.engine_client import EngineClient
 from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
 
+INFO = EngineInfo("e", "m", 512, 100, 20, frozenset({2}), SamplingParams())
 Message = engine_pb2.EngineServiceSessionRequest
 
 
@@ -20,8 +22,10 @@ class Listener:
 
     token_ids: tuple[int, ...] = ()
     needs_prompt_logprobs = False
+    error: TokenloomError | None = None
 
     def __init__(self, name: str, num_prompt_tokens: int) -> None:
+        self.on_resume: Callable[[], object] = lambda: None
         self.submission = Submission(
             request_id=name,
             group_id=name,
@@ -35,9 +39,16 @@ class Listener:
             trace=Trace(),
             submitted_at_s=0.0,
             deadline_s=None,
-            is_resumed=False,
+            is_resubmitted=False,
             is_resumable=False,
         )
+
+    def end_if_complete(self) -> bool:
+        self.on_resume()
+        return False
+
+    def on_failed(self, error: TokenloomError) -> None:
+        self.error = error
 
 
 def entry(name: str = "r", num_prompt_tokens: int = 3) -> InFlight:
@@ -99,5 +110,69 @@ def test_nothing_is_taken_before_the_engine_was_ever_there() -> None:
         with pytest.raises(Unavailable):
             client.submit(entry().listener)
         assert client.num_living == 0
+
+    uvloop.run(scenario())
+
+
+def client_with(*listeners: Listener) -> EngineClient:
+    """A client whose session is up and whose choices were written."""
+    client = EngineClient("unix:/nowhere", cluster_token="", model_id="m", tokenizer_fingerprint="")
+    client._on_up(INFO)
+    for listener in listeners:
+        client.submit(cast(EngineListener, listener))
+    list(client._outbox.messages())
+    return client
+
+
+def test_a_choice_that_ends_between_sessions_is_attached_before_it_is_finished() -> None:
+    async def scenario() -> None:
+        ends, stays = Listener("ends", 3), Listener("stays", 3)
+        ends.token_ids = (7, 8)
+        client = client_with(ends, stays)
+        ends.on_resume = lambda: client.finish(1, 2)
+        client._on_down("test")
+        client._on_up(INFO)
+        (message,) = client._outbox.messages()
+        assert [submit.request_id for submit in message.submits] == ["stays"]
+        assert [(a.handle, a.request_id, a.from_token_index) for a in message.attaches] == [(1, "ends", 2)]
+        assert [(finish.handle, finish.num_tokens_kept) for finish in message.finishes] == [(1, 2)]
+        await client.close()
+
+    uvloop.run(scenario())
+
+
+def test_a_choice_given_up_before_it_was_sent_again_is_attached_and_cancelled() -> None:
+    async def scenario() -> None:
+        client = client_with(Listener("old", 3))
+        client._on_down("test")
+        client._on_up(INFO)
+        client.submit(cast(EngineListener, Listener("new", 3)))
+        for handle in (1, 2):
+            client.cancel(handle, "gone")
+        (message,) = client._outbox.messages()
+        assert [attach.request_id for attach in message.attaches] == ["old"]
+        assert [cancel.handle for cancel in message.cancels] == [1]  # the engine never heard of the new one
+        assert not message.submits
+        await client.close()
+
+    uvloop.run(scenario())
+
+
+def test_a_fault_in_one_choice_does_not_keep_the_others_from_their_new_session() -> None:
+    async def scenario() -> None:
+        def fail() -> None:
+            raise RuntimeError("broken")
+
+        broken, sound = Listener("broken", 3), Listener("sound", 3)
+        client = client_with(broken, sound)
+        broken.on_resume = fail
+        client._on_down("test")
+        client._on_up(INFO)
+        (message,) = client._outbox.messages()
+        assert [submit.request_id for submit in message.submits] == ["sound"]
+        assert [attach.request_id for attach in message.attaches] == ["broken"]
+        assert isinstance(broken.error, Internal)
+        assert client._give_up is None
+        await client.close()
 
     uvloop.run(scenario())

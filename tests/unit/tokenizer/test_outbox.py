@@ -6,8 +6,19 @@ import pytest
 import uvloop
 
 from tokenloom.common.errors import ResourceExhausted
-from tokenloom.tokenizer.events import ChoiceFinished, Completed, Delta, FinishReason, PositionLogprobs
-from tokenloom.tokenizer.outbox import Batch, Outbox
+from tokenloom.tokenizer.domain import SamplingParams, StopConditions
+from tokenloom.tokenizer.events import (
+    MAX_LOGPROBS_PER_EVENT,
+    Accepted,
+    ChoiceFinished,
+    Completed,
+    Delta,
+    Failed,
+    FinishReason,
+    PositionLogprobs,
+)
+from tokenloom.tokenizer.gateway_session import parts_of
+from tokenloom.tokenizer.outbox import Batch, Outbox, size_of
 
 DONE = ChoiceFinished(0, FinishReason.STOP)
 
@@ -71,7 +82,7 @@ def test_events_of_a_request_that_went_away_are_dropped() -> None:
     outbox = Outbox(10_000)
     outbox.put(1, Delta(0, "a", 0, 1))
     outbox.put(2, Delta(0, "b", 0, 1))
-    outbox.drop(1)
+    outbox.close(1)
     outbox.put(2, Completed(1, 1, 0))
     assert taken(outbox) == [(2, Delta(0, "b", 0, 1)), (2, Completed(1, 1, 0))]
 
@@ -80,3 +91,71 @@ def test_wake_lets_the_reader_go_on_without_events() -> None:
     outbox = Outbox(1000)
     outbox.wake()
     assert taken(outbox) == []
+
+
+def test_a_request_that_fills_the_bound_alone_is_given_up_alone() -> None:
+    told: list[int] = []
+    outbox = Outbox(1000, lambda: told.append(-1), told.append)
+    outbox.put(1, Delta(0, "small", 0, 1))
+    outbox.put(2, Delta(0, "x" * 600, 0, 1))
+    outbox.put(2, Delta(0, "x" * 600, 1, 1))
+    outbox.put(2, DONE)
+    outbox.put(1, DONE)
+    assert told == [2]
+    first, refusal, last = taken(outbox)
+    assert (first, last) == ((1, Delta(0, "small", 0, 1)), (1, DONE))
+    assert refusal[0] == 2
+    assert isinstance(refusal[1], Failed)
+    assert refusal[1].error.reason == "SLOW_READER"
+
+
+def test_many_requests_that_fill_the_bound_together_are_given_up_together() -> None:
+    told: list[int] = []
+    outbox = Outbox(1000, lambda: told.append(-1), told.append)
+    for handle in range(10):
+        outbox.put(handle, Delta(0, "x" * 100, 0, 1))
+    assert told == [-1]
+
+
+def test_a_closed_request_says_nothing_more_and_leaves_its_room() -> None:
+    outbox = Outbox(1000)
+    for handle in range(1, 20):
+        outbox.put(handle, Delta(0, "x" * 600, 0, 1))
+        outbox.close(handle)
+        outbox.put(handle, DONE)
+    assert not outbox.has_news
+    outbox.forget(1)
+    outbox.put(1, DONE)
+    assert taken(outbox) == [(1, DONE)]
+
+
+def test_characters_count_as_the_bytes_they_are() -> None:
+    assert size_of(Delta(0, "漢" * 100)) - size_of(Delta(0)) == 300
+    assert size_of(ChoiceFinished(0, FinishReason.STOP, "é" * 10)) - size_of(DONE) == 20
+    long = Failed(ResourceExhausted("x" * 500))
+    assert size_of(long) > 500
+
+
+def test_a_slow_readers_logprobs_merge_only_up_to_what_one_event_may_carry() -> None:
+    outbox = Outbox(10 << 20)
+    position = PositionLogprobs([7] * 21, [-1.0] * 21)
+    for i in range(500):
+        outbox.put(1, Delta(0, "a", i, 1, [], [position]))
+    deltas = [event for _, event in taken(outbox) if isinstance(event, Delta)]
+    assert 10 < len(deltas) < 20
+    assert max(delta.num_logprobs for delta in deltas) <= MAX_LOGPROBS_PER_EVENT
+    assert [delta.first_token_index for delta in deltas[1:]] == [
+        sum(delta.num_tokens for delta in deltas[:i]) for i in range(1, len(deltas))
+    ]
+
+
+def test_parts_of_a_batch_stay_within_the_limits_of_a_message() -> None:
+    prompts = (range(1_000_000),)
+    accepted = Accepted("r", 0, "m", 0, prompts, SamplingParams(), StopConditions())
+    wide = Delta(0, prompt_logprobs=[PositionLogprobs([7] * 21, [-1.0] * 21)] * 40)
+    batch: Batch = [(1, Delta(0, "x" * 1_000_000)), (2, accepted), *[(3, wide)] * 9, (4, DONE)]
+    parts = list(parts_of(batch))
+    assert [item for part in parts for item in part] == batch
+    for part in parts:
+        assert sum(size_of(event) for _, event in part) <= 5 << 20
+        assert sum(event.num_logprobs for _, event in part if isinstance(event, Delta)) <= MAX_LOGPROBS_PER_EVENT

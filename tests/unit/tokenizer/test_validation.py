@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from tokenloom.tokenizer.domain import (
     SamplingParams,
     StopConditions,
 )
-from tokenloom.tokenizer.validation import check_prompt, check_request, check_token_ids
+from tokenloom.tokenizer.validation import (
+    MAX_PROMPT_IDS,
+    check_num_prompt_ids,
+    check_prompt,
+    check_request,
+    check_resumed_ids,
+    check_token_ids,
+    checked_ids,
+    encodable,
+)
 
 ENGINE = EngineInfo("e", "m", 512, 100, 20, frozenset({2}), SamplingParams())
 NAN = float("nan")
@@ -62,7 +72,7 @@ def test_sampling_ranges_hold_at_their_ends(field: str, good: list[Any], bad: li
         ({"has_grammar": True}, "response_format"),
         ({"request_id": "x" * 257}, "request_id"),
         ({"cache_salt": "x" * 1025}, "cache_salt"),
-        ({"resume_token_ids": ((1, 600),)}, "resume_token_ids"),
+        ({"resume_token_ids": ((1,), (2,))}, "resume_token_ids"),
         ({"sampling": SamplingParams(num_logprobs=21)}, "logprobs"),
         ({"sampling": SamplingParams(num_prompt_logprobs=21)}, "prompt_logprobs"),
         ({"sampling": SamplingParams(logit_bias={512: 1.0})}, "logit_bias"),
@@ -120,3 +130,38 @@ def test_a_prompt_needs_a_token_and_room_for_one_more() -> None:
         check_prompt(range(100), ENGINE, "prompt")
     with pytest.raises(InvalidArgument, match="no tokens"):
         check_prompt((), ENGINE, "messages")
+
+
+def test_a_long_list_of_ids_is_refused_by_its_length_and_never_looked_at() -> None:
+    class Unseen(Sequence[int]):
+        def __len__(self) -> int:
+            return 1_000_000
+
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("an id was looked at")
+
+    with pytest.raises(InvalidArgument, match="1000000 tokens"):
+        checked_ids(Unseen(), ENGINE, "prompt")
+    with pytest.raises(InvalidArgument, match="1000000 ids already"):
+        check_resumed_ids(Unseen(), 100, ENGINE)
+
+
+def test_a_resumed_choice_may_have_all_its_tokens_but_no_more_and_none_outside_the_vocabulary() -> None:
+    check_resumed_ids((1, 2, 3), 3, ENGINE)
+    for ids in ((1, 2, 3, 4), (1, 600)):
+        with pytest.raises(InvalidArgument) as caught:
+            check_resumed_ids(ids, 3, ENGINE)
+        assert caught.value.field == "resume_token_ids"
+
+
+def test_prompts_are_bounded_together() -> None:
+    check_num_prompt_ids([range(MAX_PROMPT_IDS), "text is counted when it is encoded"])
+    with pytest.raises(InvalidArgument, match="1000001"):
+        check_num_prompt_ids([range(MAX_PROMPT_IDS), (1,)])
+
+
+def test_a_callers_text_is_short_and_encodable_in_errors() -> None:
+    with pytest.raises(NotFound) as caught:
+        check(model="m\ud800" * 100_000)
+    assert len(caught.value.message.encode()) < 1000
+    assert len(encodable("ab\ud800" * 1000, 100).encode()) < 500
