@@ -52,7 +52,12 @@ class Detokenizer:
 
     def _step(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # SentencePiece bytes behind a character that was told: their run is no longer UTF-8
+            text = self._waiting()
+            self._stream = DecodeStream(skip_special_tokens=False)
+            self._stream.step(self._tokenizer, token_id)
         if text is None:
             return ""
         text = text[self._num_told :]
@@ -72,8 +77,9 @@ class Detokenizer:
         kept = [*self._window[:1], *self._window[-_KEPT_TOKENS:]]
         self._stream = DecodeStream(skip_special_tokens=False)
         self._window, self._has_returned, self._num_told = [], False, 0
-        num_returned = sum(len(self._step(token_id)) for token_id in kept)
-        self._num_told = len(self._decode(kept)) - is_half - num_returned
+        for token_id in kept:
+            self._step(token_id)
+        self._num_told = len(self._waiting()) - is_half
         return text
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -60,11 +60,7 @@ def test_flush_twice_says_nothing_new(tiny: TokenizerAssets) -> None:
 
 @pytest.mark.parametrize("text", ["Hello  world", "日本語 text", "a\nb"])
 def test_sentencepiece_tokens_and_byte_fallback_decode_incrementally(text: str) -> None:
-    words = ["▁Hello", "▁▁", "▁", "world", "▁text", "a", "b", "\n", *[f"<0x{b:02X}>" for b in range(256)]]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    tokenizer, words = sentencepiece_tokenizer(), SENTENCEPIECE_WORDS
     ids: list[int] = []
     rest = text.replace(" ", "▁") if text.startswith("a") else "▁" + text.replace(" ", "▁")
     while rest:
@@ -101,6 +97,31 @@ def test_many_tokens_without_text_do_not_lose_the_space_before_the_next_word() -
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     ids = [0, *[1] * 30, 0]
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == "a a"
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_bytes_of_a_sentencepiece_model_that_are_no_text_lose_no_other_text(data: st.DataObject) -> None:
+    num_words = len(SENTENCEPIECE_WORDS) - 256
+    half = st.sampled_from([0xE6, 0xBC, 0xA2, 0x80]).map(lambda byte: num_words + byte)
+    ids = data.draw(st.lists(half | half | half | st.integers(0, num_words - 1), max_size=40))
+    tokenizer = sentencepiece_tokenizer()
+    told, whole = "".join(pieces_of(tokenizer, ids)), tokenizer.decode(ids)
+    assert [char for char in told if char.isascii()] == [char for char in whole if char.isascii()]
+    if whole.isascii():
+        assert told == whole
+
+
+SENTENCEPIECE_WORDS = ["▁Hello", "▁▁", "▁", "world", "▁text", "a", "b", "\n", *[f"<0x{b:02X}>" for b in range(256)]]
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """A few words, and a token for each byte."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SENTENCEPIECE_WORDS)}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
 
 
 def byte_tokenizer(*tokens: bytes) -> Tokenizer:
