@@ -58,6 +58,12 @@ def connect_and_post(stack: GatewayStack, body: dict[str, Any]) -> socket.socket
     return connection
 
 
+def in_flight(stack: GatewayStack) -> str:
+    """The lines of the metrics page that count requests being answered."""
+    lines = stack.http.get("/metrics").text.splitlines()
+    return "\n".join(line for line in lines if line.startswith("tokenloom_gateway_requests_in_flight"))
+
+
 def text_of(stream: str) -> str:
     events = [orjson.loads(event.removeprefix("data: ")) for event in stream.split("\n\n")[:-2]]
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
@@ -89,6 +95,23 @@ def test_a_slow_reader_is_cancelled_and_cut_and_others_are_served(
         while part := connection.recv(1 << 20):
             data += part
     assert not data.endswith(b"0\r\n\r\n")  # cut in the middle, which clients tell from an end
+
+
+def test_a_client_that_never_takes_its_ended_answer_is_cut_when_its_time_is_up(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "SLOW_READER_GRACE_S", 0.1)
+    monkeypatch.setattr(tokenizer_pool, "_DEADLINE_SLACK_S", 0.0)
+    stack.tokenizer.repeat = 1 << 18  # more than a socket's buffers hold, less than the bound on a burst
+    with connect_and_post(stack, {**BODY, "max_tokens": 8, "stream": True, "timeout": 1.0}) as connection:
+        stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+        stack.wait_for(lambda: 'chat/completions"} 0.0' in in_flight(stack))
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 20):
+                data += part
+    assert stack.tokenizer.cancelled == []
+    assert not data.endswith(b"0\r\n\r\n")
 
 
 def test_a_slow_reader_that_wakes_up_gets_the_error(stack: GatewayStack) -> None:

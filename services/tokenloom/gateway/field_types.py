@@ -102,7 +102,7 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
         raise refusal(
             "must be a string, a list of strings, a list of token ids or a list of those", code="invalid_type"
         )
-    elif value and not any(isinstance(item, str | list) for item in value):
+    elif value and not isinstance(value[0], str | list):  # the others are checked with their prompt
         prompts = [value]
     else:
         prompts = value

@@ -133,7 +133,7 @@ class Generation:
         is_restartable: nothing was told to the client yet, so another session may begin anew. The handler clears it.
         is_over: the terminal update was made.
         on_abandoned: called when this side ends the request; set by the session.
-        on_slow_reader: called when the bound was hit; set by the handler.
+        on_slow_reader: called when the bound was hit or an ended answer was not taken in time; set by the handler.
     """
 
     def __init__(self, request_id: str, max_buffered_bytes: int) -> None:
@@ -225,6 +225,13 @@ class Generation:
         if not self.is_over:
             self.fail(error)
             self.on_abandoned()
+
+    def expire(self, error: TokenloomError) -> None:
+        """Its time is up: end it or, if only the client's taking of it is missing, tell the handler."""
+        if self.is_over:
+            self.on_slow_reader()
+        else:
+            self.abandon(error)
 
     def _buffered(self, num_bytes: int) -> None:
         self._num_buffered_bytes += num_bytes

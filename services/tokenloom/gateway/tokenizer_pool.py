@@ -102,7 +102,7 @@ class TokenizerPool:
         self._open[generation.request_id] = generation
         self._is_idle.clear()
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
-        timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.abandon, late)
+        timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.expire, late)
         self._deadlines[generation.request_id] = timer
         client.submit(call)
 
