@@ -32,7 +32,7 @@ _RUN_DIR_PREFIX = "tokenloom-serve-"
 _KILL_MARGIN_S = 15.0
 _NEEDED_PACKAGES = ("torch", "transformers", "tokenizers", "jinja2", "fastapi", "uvicorn")
 _WAITING_FOR = {
-    "executor": "loading the model",
+    "executor": "loading the model (once per model it is converted, which takes a minute)",
     "scheduler": "waiting for the executor",
     "tokenizer": "loading the tokenizer, waiting for the scheduler",
     "gateway": "waiting for the tokenizer",

@@ -16,7 +16,7 @@ import grpc
 
 from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
 from tokenloom.common.channel import bearer_metadata, make_channel
-from tokenloom.common.errors import TokenloomError, Unavailable, from_rpc_error
+from tokenloom.common.errors import DeadlineExceeded, TokenloomError, Unavailable, from_rpc_error
 from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import inject
 from tokenloom.scheduler import convert
@@ -89,7 +89,7 @@ class ExecutorClient:
                 raise Unavailable("the executor ended the stream")
             except grpc.aio.AioRpcError as error:
                 problem = from_rpc_error(error)
-                self._report(str(problem), is_expected=isinstance(problem, Unavailable))
+                self._report(str(problem), is_expected=isinstance(problem, Unavailable | DeadlineExceeded))
             except TokenloomError as error:
                 self._report(str(error), is_expected=isinstance(error, Unavailable))
             except Exception:  # whatever it was, a new epoch starts from the tokens that are known
@@ -149,7 +149,7 @@ class ExecutorClient:
             await call.write(await self._outgoing.get())
 
     def _report(self, problem: str, is_expected: bool) -> None:
-        """Log a problem once, not at each attempt; that nobody listens yet is none while the stack starts."""
+        """Log a problem once, not at each attempt; that nobody answers yet is none while the stack starts."""
         if problem != self._last_problem:
             level = logging.INFO if is_expected and not self._was_up else logging.WARNING
             log.log(level, "executor %s: %s", self._address, problem)
