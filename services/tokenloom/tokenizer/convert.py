@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tokenloom.api.v1 import common_pb2, engine_pb2, inference_pb2
@@ -15,6 +17,9 @@ from tokenloom.tokenizer import domain, events
 from tokenloom.tokenizer.token_text import TokenTexts
 
 _MAX_UINT32 = (1 << 32) - 1
+_CACHED_HEADS = 65_536
+_TOKEN_TAG, _TOP_TAG = b"\x0a", b"\x12"  # fields 1 and 2 of TokenLogprobs, by length
+_PACK_FLOAT = struct.Struct("<f").pack
 _FINISH_REASONS = {
     events.FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     events.FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -176,6 +181,7 @@ class EventConverter:
 
     def __init__(self, token_texts: TokenTexts) -> None:
         self._token_texts = token_texts
+        self._head_of = lru_cache(maxsize=_CACHED_HEADS)(self._encoded_head)
 
     def event(self, event: events.Event) -> inference_pb2.GenerationEvent:
         """An event as direct clients get it; Failed has none, it is the call's status."""
@@ -232,12 +238,16 @@ class EventConverter:
         )
 
     def _position(self, position: events.PositionLogprobs) -> inference_pb2.TokenLogprobs:
-        entries = [self._entry(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True)]
-        return inference_pb2.TokenLogprobs(token=entries[0], top=entries[1:])
+        """One position, put together from encoded pieces: making a message per entry takes ten times as long."""
+        pairs = zip(position.token_ids, position.logprobs, strict=True)
+        entries = [self._head_of(token_id) + _PACK_FLOAT(logprob) for token_id, logprob in pairs]
+        return inference_pb2.TokenLogprobs.FromString(_TOKEN_TAG + _TOP_TAG.join(entries))
 
-    def _entry(self, token_id: int, logprob: float) -> inference_pb2.TokenLogprob:
+    def _encoded_head(self, token_id: int) -> bytes:
+        """An entry as it stands behind its tag in TokenLogprobs, up to the logprob, its last field: four bytes."""
         text, utf8 = self._token_texts.lookup(token_id)
-        return inference_pb2.TokenLogprob(token_id=token_id, text=text, utf8=utf8, logprob=logprob)
+        entry = inference_pb2.TokenLogprob(token_id=token_id, text=text, utf8=utf8, logprob=1.0)
+        return inference_pb2.TokenLogprobs(token=entry).SerializeToString()[len(_TOKEN_TAG) : -4]
 
 
 def _accepted(event: events.Accepted) -> inference_pb2.Accepted:

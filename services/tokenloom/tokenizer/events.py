@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 from tokenloom.common.errors import TokenloomError
 from tokenloom.tokenizer.domain import SamplingParams, StopConditions
 
-MAX_LOGPROBS_PER_EVENT = 1024
-"""Entries of logprobs, over all positions, that are turned into protobuf in one go: 5 us each on a slow core."""
+MAX_LOGPROBS_PER_EVENT = 512
+"""Entries of logprobs, over all positions, that are turned into protobuf in one go: up to 25 us each on a slow core."""
 
 
 class PositionLogprobs(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any
 from tokenloom.common.errors import InvalidArgument
 from tokenloom.tokenizer.encoder import Segment
 
+_MAX_NAMES = 4096
 _PRIVATE_PLANE = range(0xF0000, 0xF0400)
 
 
@@ -58,9 +59,16 @@ class SpecialNames:
 
         Args:
             strings: all strings in `inputs`.
+
+        Raises: InvalidArgument if the strings hold more than 4,096 names; each becomes a segment of its own.
         """
         pattern = self._pattern
-        if pattern is None or not any(pattern.search(text) for text in strings):
+        found = (match for text in strings for match in pattern.finditer(text)) if pattern else iter(())
+        num_found = sum(1 for _ in itertools.islice(found, _MAX_NAMES + 1))
+        if num_found > _MAX_NAMES:
+            message = f"the messages hold more than {_MAX_NAMES} names of special tokens"
+            raise InvalidArgument(message, field="messages")
+        if pattern is None or not num_found:
             return inputs
         wrapped = f"{marks.start}\\g<0>{marks.end}"
         changed: dict[str, Any] = _mapped(inputs, lambda text: pattern.sub(wrapped, text))

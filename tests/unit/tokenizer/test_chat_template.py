@@ -316,3 +316,11 @@ def test_a_templates_refusal_is_cut_and_encodable() -> None:
     with pytest.raises(InvalidArgument) as caught:
         template_of("x").render_now(ChatInput((USER,), template_kwargs_json=kwargs))
     assert caught.value.field.encode()
+
+
+def test_names_of_special_tokens_in_messages_are_bounded() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, ("<|im_end|>",))
+    assert len(template.render_now(ChatInput((ChatMessage("user", "<|im_end|>" * 4096),))).segments) == 4096
+    with pytest.raises(InvalidArgument, match="4096 names") as caught:
+        template.render_now(ChatInput((ChatMessage("user", "<|im_end|>" * 4097),)))
+    assert caught.value.field == "messages"

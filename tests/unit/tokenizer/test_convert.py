@@ -131,3 +131,19 @@ def test_a_session_gets_prompt_ids_only_if_asked_and_a_direct_call_always(is_ask
     start = inference_pb2.SessionStart(handle=1, chat=chat)
     assert convert.session_start(start, Caller()).wants_prompt_ids == is_asked
     assert convert.chat_request(chat, Caller(), Trace()).wants_prompt_ids
+
+
+def test_encoded_logprobs_say_what_they_were_made_from(smollm: TokenizerAssets) -> None:
+    texts = TokenTexts(smollm.tokenizer)
+    converter = convert.EventConverter(texts)
+    size = smollm.tokenizer.get_vocab_size()
+    longest = max(range(size), key=lambda i: len(texts.lookup(i)[1]))
+    ids, values = [0, 177, longest, size - 1, size + 5], [-0.5, 0.0, float("-inf"), -1e30, -3.25]
+    delta = Delta(0, logprobs=[PositionLogprobs(ids, values), PositionLogprobs([5], [-1.0])])
+    (extra,) = converter.frame([(1, delta)]).outputs.extras
+    several, single = extra.delta.logprobs
+    entries = [several.token, *several.top]
+    assert [entry.token_id for entry in entries] == ids
+    assert [(entry.text, entry.utf8) for entry in entries] == [texts.lookup(i) for i in ids]
+    assert [entry.logprob for entry in entries] == pytest.approx(values)
+    assert (single.token.token_id, len(single.top)) == (5, 0)

@@ -142,7 +142,7 @@ def test_a_slow_readers_logprobs_merge_only_up_to_what_one_event_may_carry() -> 
     for i in range(500):
         outbox.put(1, Delta(0, "a", i, 1, [], [position]))
     deltas = [event for _, event in taken(outbox) if isinstance(event, Delta)]
-    assert 10 < len(deltas) < 20
+    assert 20 < len(deltas) < 30
     assert max(delta.num_logprobs for delta in deltas) <= MAX_LOGPROBS_PER_EVENT
     assert [delta.first_token_index for delta in deltas[1:]] == [
         sum(delta.num_tokens for delta in deltas[:i]) for i in range(1, len(deltas))
@@ -152,7 +152,7 @@ def test_a_slow_readers_logprobs_merge_only_up_to_what_one_event_may_carry() -> 
 def test_parts_of_a_batch_stay_within_the_limits_of_a_message() -> None:
     prompts = (range(1_000_000),)
     accepted = Accepted("r", 0, "m", 0, prompts, SamplingParams(), StopConditions())
-    wide = Delta(0, prompt_logprobs=[PositionLogprobs([7] * 21, [-1.0] * 21)] * 40)
+    wide = Delta(0, prompt_logprobs=[PositionLogprobs([7] * 21, [-1.0] * 21)] * 20)
     batch: Batch = [(1, Delta(0, "x" * 1_000_000)), (2, accepted), *[(3, wide)] * 9, (4, DONE)]
     parts = list(parts_of(batch))
     assert [item for part in parts for item in part] == batch
