@@ -158,7 +158,9 @@ def _utf8_bytes(text: str) -> int:
 
 
 def _may_merge(waiting: Delta, later: Delta) -> bool:
-    """The two together are no more than may be one event."""
+    """The two together are no more than may be one event, and neither is an echoed prompt (text of no token)."""
+    if (waiting.num_tokens == 0) != (later.num_tokens == 0):
+        return False
     if size_of(waiting) + size_of(later) > _MAX_MERGED_BYTES:
         return False
     return waiting.num_logprobs + later.num_logprobs <= MAX_LOGPROBS_PER_EVENT

@@ -42,6 +42,13 @@ def test_waiting_deltas_of_a_choice_merge_and_others_do_not() -> None:
     ]
 
 
+def test_an_echoed_prompt_stays_apart_from_the_first_tokens() -> None:
+    outbox = Outbox(10_000)
+    outbox.put(1, Delta(0, "the prompt", 0, 0))
+    outbox.put(1, Delta(0, " goes on", 0, 2))
+    assert [event.text for _, event in taken(outbox) if isinstance(event, Delta)] == ["the prompt", " goes on"]
+
+
 def test_prompt_logprobs_stay_apart_and_before_the_first_token() -> None:
     outbox = Outbox(10_000)
     prompt = Delta(0, prompt_logprobs=[PositionLogprobs([5], [-1.0])])
