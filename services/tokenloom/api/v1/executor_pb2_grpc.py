@@ -71,8 +71,8 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Plans in, results out, in order, one result per plan. A plan of another epoch ends the stream with
-        FAILED_PRECONDITION.
+        """Plans in, results out, in order, one result per plan. An epoch ends with its stream; a plan of another epoch ends
+        the stream with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,8 +23,8 @@ class ExecutorServiceStub:
     Initialize: _aio.UnaryUnaryMultiCallable[_executor_pb2.InitializeRequest, _executor_pb2.InitializeResponse]
     """Lays out the KV memory and begins a new epoch: earlier rows, blocks and streams are void."""
     Execute: _aio.StreamStreamMultiCallable[_executor_pb2.ExecuteRequest, _executor_pb2.ExecuteResponse]
-    """Plans in, results out, in order, one result per plan. A plan of another epoch ends the stream with
-    FAILED_PRECONDITION.
+    """Plans in, results out, in order, one result per plan. An epoch ends with its stream; a plan of another epoch ends
+    the stream with FAILED_PRECONDITION.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -52,8 +52,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_executor_pb2.ExecuteRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_executor_pb2.ExecuteRequest], _abc.AsyncIterator[_executor_pb2.ExecuteResponse]],
     ) -> _abc.AsyncIterator[_executor_pb2.ExecuteResponse]:
-        """Plans in, results out, in order, one result per plan. A plan of another epoch ends the stream with
-        FAILED_PRECONDITION.
+        """Plans in, results out, in order, one result per plan. An epoch ends with its stream; a plan of another epoch ends
+        the stream with FAILED_PRECONDITION.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _aio.Server) -> None: ...
