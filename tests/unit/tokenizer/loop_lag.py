@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import statistics
 import threading
@@ -45,10 +46,8 @@ def median_lag_s(scenario: Callable[[], Awaitable[float]]) -> float:
 
 
 def hold_the_gil(seconds: float) -> None:
-    """One call into C that lets no other thread run for about so long."""
-    started_s = time.perf_counter()
-    sum(range(200_000))
-    sum(range(int(200_000 * seconds / (time.perf_counter() - started_s))))
+    """One call into C that lets no other thread run Python: PyDLL, unlike CDLL, keeps the interpreter's lock."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 def _waited_for_cpu_s() -> dict[int, float]:
