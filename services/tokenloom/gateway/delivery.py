@@ -6,6 +6,7 @@ works, a second task watches for the client's going away, which cancels the requ
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Job:
     pool: TokenizerPool
 
 
-class Delivery(Response):
+class Delivery(Response, abc.ABC):
     """An answer that is made while it is sent."""
 
     media_type = "application/json"
@@ -71,9 +72,9 @@ class Delivery(Response):
             generation.abandon(Cancelled("the answer was given up", reason="GIVEN_UP"))
             pool.release(generation)
 
+    @abc.abstractmethod
     async def deliver(self, scope: Scope, send: Send) -> None:
         """Send the answer. Raises: TokenloomError while nothing was sent yet."""
-        raise NotImplementedError
 
     def note(self, info: RequestInfo, update: Update) -> None:
         """Count what an update brought."""
