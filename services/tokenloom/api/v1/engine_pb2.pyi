@@ -14,6 +14,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tokenloom.api.v1 import common_pb2 as _common_pb2
+from tokenloom.api.v1 import recording_pb2 as _recording_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -65,9 +66,37 @@ ENGINE_FINISH_REASON_ERROR: EngineFinishReason.ValueType  # 6
 """It failed; Finished.error tells."""
 Global___EngineFinishReason: _TypeAlias = EngineFinishReason  # noqa: Y015
 
+class _PreemptReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PreemptReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PreemptReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREEMPT_REASON_UNSPECIFIED: _PreemptReason.ValueType  # 0
+    """Not set."""
+    PREEMPT_REASON_BLOCKS: _PreemptReason.ValueType  # 1
+    """A running request needed a block and none was free."""
+    PREEMPT_REASON_PRIORITY: _PreemptReason.ValueType  # 2
+    """A request of a more urgent class had no room."""
+    PREEMPT_REASON_SHARE: _PreemptReason.ValueType  # 3
+    """Its tenant held more than its share while another waited."""
+
+class PreemptReason(_PreemptReason, metaclass=_PreemptReasonEnumTypeWrapper):
+    """Why a running request lost its blocks."""
+
+PREEMPT_REASON_UNSPECIFIED: PreemptReason.ValueType  # 0
+"""Not set."""
+PREEMPT_REASON_BLOCKS: PreemptReason.ValueType  # 1
+"""A running request needed a block and none was free."""
+PREEMPT_REASON_PRIORITY: PreemptReason.ValueType  # 2
+"""A request of a more urgent class had no room."""
+PREEMPT_REASON_SHARE: PreemptReason.ValueType  # 3
+"""Its tenant held more than its share while another waited."""
+Global___PreemptReason: _TypeAlias = PreemptReason  # noqa: Y015
+
 @_typing.final
 class EngineServiceSessionRequest(_message.Message):
-    """Tokenizer to engine. The parts of one message are taken in field order."""
+    """Tokenizer to engine. The parts of one message are taken in field order, except that tenants come before submits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -76,6 +105,7 @@ class EngineServiceSessionRequest(_message.Message):
     ATTACHES_FIELD_NUMBER: _builtins.int
     FINISHES_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message only."""
@@ -96,6 +126,10 @@ class EngineServiceSessionRequest(_message.Message):
     def cancels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cancel]:
         """Requests whose clients went away."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPolicy]:
+        """Tenants that this session's submits name: before the first one, and again when a policy changed."""
+
     def __init__(
         self,
         *,
@@ -104,10 +138,11 @@ class EngineServiceSessionRequest(_message.Message):
         attaches: _abc.Iterable[Global___Attach] | None = ...,
         finishes: _abc.Iterable[Global___Finish] | None = ...,
         cancels: _abc.Iterable[Global___Cancel] | None = ...,
+        tenants: _abc.Iterable[Global___TenantPolicy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attaches", b"attaches", "cancels", b"cancels", "finishes", b"finishes", "hello", b"hello", "submits", b"submits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attaches", b"attaches", "cancels", b"cancels", "finishes", b"finishes", "hello", b"hello", "submits", b"submits", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +183,61 @@ class Hello(_message.Message):
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
+class TenantPolicy(_message.Message):
+    """What a tenant may have. The last definition from any session holds; a tenant that nobody defined has weight 1 and no
+    limits.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    MAX_NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    MAX_NUM_WAITING_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """As in Submit.tenant; empty is the tenant of all requests that name none."""
+    weight: _builtins.float
+    """Share of the engine while others wait, relative to theirs; above 0. Absent: 1."""
+    max_num_running: _builtins.int
+    """Most requests that run at once; more wait. Absent: no limit."""
+    max_num_waiting: _builtins.int
+    """Most requests that wait; more are refused with RESOURCE_EXHAUSTED. Absent: no limit but the engine's own."""
+    max_tokens_per_minute: _builtins.int
+    """Prompt and output tokens per minute; requests beyond it are refused with RESOURCE_EXHAUSTED. Absent: no limit."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float | None = ...,
+        max_num_running: _builtins.int | None = ...,
+        max_num_waiting: _builtins.int | None = ...,
+        max_tokens_per_minute: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_num_running", b"_max_num_running", "_max_num_waiting", b"_max_num_waiting", "_max_tokens_per_minute", b"_max_tokens_per_minute", "_weight", b"_weight", "max_num_running", b"max_num_running", "max_num_waiting", b"max_num_waiting", "max_tokens_per_minute", b"max_tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_num_running", b"_max_num_running", "_max_num_waiting", b"_max_num_waiting", "_max_tokens_per_minute", b"_max_tokens_per_minute", "_weight", b"_weight", "max_num_running", b"max_num_running", "max_num_waiting", b"max_num_waiting", "max_tokens_per_minute", b"max_tokens_per_minute", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_num_running: _TypeAlias = _typing.Literal["max_num_running"]  # noqa: Y015
+    _WhichOneofArgType__max_num_running: _TypeAlias = _typing.Literal["_max_num_running", b"_max_num_running"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_waiting: _TypeAlias = _typing.Literal["max_num_waiting"]  # noqa: Y015
+    _WhichOneofArgType__max_num_waiting: _TypeAlias = _typing.Literal["_max_num_waiting", b"_max_num_waiting"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens_per_minute: _TypeAlias = _typing.Literal["max_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens_per_minute: _TypeAlias = _typing.Literal["_max_tokens_per_minute", b"_max_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_running) -> _WhichOneofReturnType__max_num_running | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_waiting) -> _WhichOneofReturnType__max_num_waiting | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens_per_minute) -> _WhichOneofReturnType__max_tokens_per_minute | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___TenantPolicy: _TypeAlias = TenantPolicy  # noqa: Y015
+
+@_typing.final
 class Submit(_message.Message):
     """One choice to generate."""
 
@@ -178,9 +268,9 @@ class Submit(_message.Message):
     choice_index: _builtins.int
     """This choice within its group."""
     priority_class: _builtins.int
-    """0 is the most urgent."""
+    """0 is the most urgent; a class above the engine's last one counts as that."""
     tenant: _builtins.str
-    """Whom to charge."""
+    """Whom to charge; at most 256 bytes."""
     cache_salt: _builtins.str
     """Prefixes are shared under the same salt only."""
     remaining_time_ms: _builtins.int
@@ -676,6 +766,10 @@ class Load(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running set."""
     num_waiting: _builtins.int
@@ -684,6 +778,14 @@ class Load(_message.Message):
     """Blocks that could be handed out, cached ones included."""
     num_blocks: _builtins.int
     """Blocks in all, without the null block."""
+    num_waiting_tokens: _builtins.int
+    """Tokens, prompt and output so far, of the requests that wait."""
+    tokens_per_second: _builtins.float
+    """Tokens computed per second, prompt and output, over the last seconds."""
+    num_cached_blocks: _builtins.int
+    """Free blocks whose content is known."""
+    max_num_seqs: _builtins.int
+    """Most rows of a plan."""
     def __init__(
         self,
         *,
@@ -691,10 +793,14 @@ class Load(_message.Message):
         num_waiting: _builtins.int = ...,
         num_free_blocks: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        tokens_per_second: _builtins.float = ...,
+        num_cached_blocks: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -882,12 +988,19 @@ class WatchStepsResponse(_message.Message):
     PREEMPTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    PREEMPT_REASONS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PRIORITY_CLASSES_FIELD_NUMBER: _builtins.int
+    MADE_AT_US_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Number of the plan; rises by one."""
     max_num_batched_tokens: _builtins.int
     """The token budget."""
     num_dropped: _builtins.int
     """Plans that this reader missed just before this one."""
+    made_at_us: _builtins.int
+    """When the plan was made, on the engine's own monotonic clock."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Request of each row."""
@@ -902,11 +1015,27 @@ class WatchStepsResponse(_message.Message):
 
     @_builtins.property
     def preempted_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Requests preempted while the plan was made, for want of blocks."""
+        """Requests preempted since the plan before."""
 
     @_builtins.property
     def load(self) -> Global___Load:
         """State behind the plan."""
+
+    @_builtins.property
+    def preempt_reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___PreemptReason.ValueType]:
+        """Why each of preempted_request_ids was."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tenant of each row."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether each row samples a token."""
+
+    @_builtins.property
+    def priority_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Class in force of each row, ageing included."""
 
     def __init__(
         self,
@@ -919,11 +1048,139 @@ class WatchStepsResponse(_message.Message):
         preempted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         load: Global___Load | None = ...,
         num_dropped: _builtins.int = ...,
+        preempt_reasons: _abc.Iterable[Global___PreemptReason.ValueType] | None = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+        samples: _abc.Iterable[_builtins.bool] | None = ...,
+        priority_classes: _abc.Iterable[_builtins.int] | None = ...,
+        made_at_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "max_num_batched_tokens", b"max_num_batched_tokens", "num_computed_tokens", b"num_computed_tokens", "num_dropped", b"num_dropped", "num_scheduled_tokens", b"num_scheduled_tokens", "preempted_request_ids", b"preempted_request_ids", "request_ids", b"request_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "made_at_us", b"made_at_us", "max_num_batched_tokens", b"max_num_batched_tokens", "num_computed_tokens", b"num_computed_tokens", "num_dropped", b"num_dropped", "num_scheduled_tokens", b"num_scheduled_tokens", "preempt_reasons", b"preempt_reasons", "preempted_request_ids", b"preempted_request_ids", "priority_classes", b"priority_classes", "request_ids", b"request_ids", "samples", b"samples", "step_id", b"step_id", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchStepsResponse: _TypeAlias = WatchStepsResponse  # noqa: Y015
+
+@_typing.final
+class WatchCacheEventsRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheEventsRequest: _TypeAlias = WatchCacheEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchCacheEventsResponse(_message.Message):
+    """What changed in the prefix cache, in this order: cleared, removed, stored. A hash stands for a full block and,
+    through its parents, for everything before it; a router that hashes a prompt the same way finds how much of it is
+    here.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    REMOVED_HASHES_FIELD_NUMBER: _builtins.int
+    STORED_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    ENGINE_EPOCH_FIELD_NUMBER: _builtins.int
+    HAS_MORE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Rises by one from message to message of this call."""
+    cleared: _builtins.bool
+    """Forget everything told before: what is stored here is all there is. Set on the first message, on each later
+    snapshot, and when the cache was emptied.
+    """
+    block_size: _builtins.int
+    """Tokens per block; with `cleared` only."""
+    hash_scheme: _builtins.str
+    """How hashes are made; with `cleared` only."""
+    engine_epoch: _builtins.str
+    """The engine's epoch, as in Welcome; with `cleared` only."""
+    has_more: _builtins.bool
+    """A snapshot goes on in the next message."""
+    @_builtins.property
+    def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Blocks that no longer can be found; 32 bytes each."""
+
+    @_builtins.property
+    def stored_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Blocks that now can be found; 32 bytes each."""
+
+    @_builtins.property
+    def parent_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The parent of each stored block; the root of its salt for a first block."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        cleared: _builtins.bool = ...,
+        removed_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        stored_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        parent_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        block_size: _builtins.int = ...,
+        hash_scheme: _builtins.str = ...,
+        engine_epoch: _builtins.str = ...,
+        has_more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cleared", b"cleared", "engine_epoch", b"engine_epoch", "has_more", b"has_more", "hash_scheme", b"hash_scheme", "parent_hashes", b"parent_hashes", "removed_hashes", b"removed_hashes", "sequence", b"sequence", "stored_hashes", b"stored_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheEventsResponse: _TypeAlias = WatchCacheEventsResponse  # noqa: Y015
+
+@_typing.final
+class GetRecordingRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordingRequest: _TypeAlias = GetRecordingRequest  # noqa: Y015
+
+@_typing.final
+class GetRecordingResponse(_message.Message):
+    """A part of the recording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[_recording_pb2.RecordingEntry]:
+        """Entries in their order in the file."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[_recording_pb2.RecordingEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordingResponse: _TypeAlias = GetRecordingResponse  # noqa: Y015

@@ -60,6 +60,16 @@ class EngineServiceStub:
                 request_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsResponse.FromString,
                 _registered_method=True)
+        self.WatchCacheEvents = channel.unary_stream(
+                '/tokenloom.api.v1.EngineService/WatchCacheEvents',
+                request_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsResponse.FromString,
+                _registered_method=True)
+        self.GetRecording = channel.unary_stream(
+                '/tokenloom.api.v1.EngineService/GetRecording',
+                request_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -101,6 +111,20 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCacheEvents(self, request, context):
+        """What the prefix cache holds: a snapshot, then changes. A reader that falls behind gets a new snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRecording(self, request, context):
+        """The flight recorder's content, oldest first; FAILED_PRECONDITION if nothing is recorded. Holds prompts and outputs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +152,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.WatchSteps,
                     request_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsRequest.FromString,
                     response_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsResponse.SerializeToString,
+            ),
+            'WatchCacheEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCacheEvents,
+                    request_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsRequest.FromString,
+                    response_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsResponse.SerializeToString,
+            ),
+            'GetRecording': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetRecording,
+                    request_deserializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingRequest.FromString,
+                    response_serializer=tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +300,60 @@ class EngineService:
             '/tokenloom.api.v1.EngineService/WatchSteps',
             tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsRequest.SerializeToString,
             tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCacheEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.api.v1.EngineService/WatchCacheEvents',
+            tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsRequest.SerializeToString,
+            tokenloom_dot_api_dot_v1_dot_engine__pb2.WatchCacheEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.api.v1.EngineService/GetRecording',
+            tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingRequest.SerializeToString,
+            tokenloom_dot_api_dot_v1_dot_engine__pb2.GetRecordingResponse.FromString,
             options,
             channel_credentials,
             insecure,

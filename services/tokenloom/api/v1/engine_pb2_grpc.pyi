@@ -31,6 +31,10 @@ class EngineServiceStub:
     """Forget all cached prefixes that no request holds."""
     WatchSteps: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchStepsRequest, _engine_pb2.WatchStepsResponse]
     """Every plan as it is made. A reader that falls behind misses plans, which num_dropped tells."""
+    WatchCacheEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchCacheEventsRequest, _engine_pb2.WatchCacheEventsResponse]
+    """What the prefix cache holds: a snapshot, then changes. A reader that falls behind gets a new snapshot."""
+    GetRecording: _aio.UnaryStreamMultiCallable[_engine_pb2.GetRecordingRequest, _engine_pb2.GetRecordingResponse]
+    """The flight recorder's content, oldest first; FAILED_PRECONDITION if nothing is recorded. Holds prompts and outputs."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """Token generation."""
@@ -74,5 +78,21 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_engine_pb2.WatchStepsRequest, _abc.AsyncIterator[_engine_pb2.WatchStepsResponse]],
     ) -> _abc.AsyncIterator[_engine_pb2.WatchStepsResponse]:
         """Every plan as it is made. A reader that falls behind misses plans, which num_dropped tells."""
+
+    @_abc_1.abstractmethod
+    def WatchCacheEvents(
+        self,
+        request: _engine_pb2.WatchCacheEventsRequest,
+        context: _aio.ServicerContext[_engine_pb2.WatchCacheEventsRequest, _abc.AsyncIterator[_engine_pb2.WatchCacheEventsResponse]],
+    ) -> _abc.AsyncIterator[_engine_pb2.WatchCacheEventsResponse]:
+        """What the prefix cache holds: a snapshot, then changes. A reader that falls behind gets a new snapshot."""
+
+    @_abc_1.abstractmethod
+    def GetRecording(
+        self,
+        request: _engine_pb2.GetRecordingRequest,
+        context: _aio.ServicerContext[_engine_pb2.GetRecordingRequest, _abc.AsyncIterator[_engine_pb2.GetRecordingResponse]],
+    ) -> _abc.AsyncIterator[_engine_pb2.GetRecordingResponse]:
+        """The flight recorder's content, oldest first; FAILED_PRECONDITION if nothing is recorded. Holds prompts and outputs."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _aio.Server) -> None: ...
