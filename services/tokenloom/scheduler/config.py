@@ -8,6 +8,7 @@ from tokenloom.common.config import (
     ProcessSettings,
     non_negative_int,
     non_negative_seconds,
+    parse_bytes,
     positive_int,
     positive_seconds,
     setting,
@@ -37,4 +38,12 @@ class SchedulerSettings:
     )
     step_timeout_s: float = setting(
         120.0, "Seconds without a step's result after which the executor counts as lost.", parse=positive_seconds
+    )
+    record_steps: int = setting(
+        256, "Steps that the flight recorder keeps in memory; 0: it is off.", parse=non_negative_int
+    )
+    record_bytes: int = setting(32 << 20, "Most memory that it keeps them in.", parse=parse_bytes)
+    record_file: str = setting("", "Record all steps into this file; prompts and outputs are in it. Empty: none.")
+    record_dir: str = setting(
+        "", "Save the recorder's steps into this folder when the executor is lost or a step fails. Empty: nowhere."
     )

@@ -22,12 +22,14 @@ from tokenloom.common.telemetry import inject
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.plan import ModelOutput, SchedulerOutput
+from tokenloom.scheduler.recorder import Recorder
 
 log = logging.getLogger(__name__)
 END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _CALL_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_UNEXPECTED = "unexpected error"
 
 
 class ExecutorEvents(Protocol):
@@ -51,15 +53,22 @@ class ExecutorClient:
         token: the cluster credential.
         num_blocks: how many KV blocks to lay out, given what it can do.
         step_timeout_s: how long a plan in flight may go without any result.
+        recorder: sees every plan and result; None: nobody does.
     """
 
     def __init__(
-        self, address: str, token: str, num_blocks: Callable[[Capabilities], int], step_timeout_s: float
+        self,
+        address: str,
+        token: str,
+        num_blocks: Callable[[Capabilities], int],
+        step_timeout_s: float,
+        recorder: Recorder | None = None,
     ) -> None:
         self._address = address
         self._metadata = bearer_metadata(token)
         self._num_blocks = num_blocks
         self._step_timeout_s = step_timeout_s
+        self._recorder = recorder
         self._outgoing: asyncio.Queue[executor_pb2.ExecuteRequest] = asyncio.Queue()  # bounded by plans in flight
         self._epoch = executor_pb2.Epoch()
         self._num_in_flight = 0
@@ -69,7 +78,10 @@ class ExecutorClient:
     def send(self, plan: SchedulerOutput, trace_context: Any = None) -> None:
         """Queue a plan for sending; its result comes as `on_result`."""
         trace = None if trace_context is None else inject(trace_context)
-        self._outgoing.put_nowait(convert.execute_request_of(plan, self._epoch, trace))
+        request = convert.execute_request_of(plan, self._epoch, trace)
+        if self._recorder is not None:
+            self._recorder.plan(plan, request)
+        self._outgoing.put_nowait(request)
         self._num_in_flight += 1
 
     async def run(self, events: ExecutorEvents) -> None:
@@ -94,10 +106,12 @@ class ExecutorClient:
                 self._report(str(error), is_expected=isinstance(error, Unavailable))
             except Exception:  # whatever it was, a new epoch starts from the tokens that are known
                 log.exception("unexpected error in the exchange with executor %s", self._address)
-                self._last_problem = "unexpected error"
+                self._last_problem = _UNEXPECTED
             finally:
                 await channel.close()
             if is_up:
+                if self._recorder is not None:
+                    self._recorder.save("executor-lost" if self._last_problem != _UNEXPECTED else "error")
                 events.on_executor_lost(self._last_problem)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -113,6 +127,8 @@ class ExecutorClient:
         self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch
         self._outgoing = asyncio.Queue()
         self._num_in_flight = 0
+        if self._recorder is not None:
+            self._recorder.begin_epoch(response, request.num_blocks)
         return capabilities
 
     async def _exchange(self, call: Any, events: ExecutorEvents) -> None:
@@ -123,6 +139,8 @@ class ExecutorClient:
                 if response is END_OF_STREAM:
                     return
                 self._num_in_flight -= 1
+                if self._recorder is not None:
+                    self._recorder.result(response)
                 events.on_result(convert.model_output_of(response))
         finally:
             writer.cancel()

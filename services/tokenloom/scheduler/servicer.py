@@ -18,6 +18,7 @@ from tokenloom.scheduler import convert
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.request import FinishReason
 from tokenloom.scheduler.engine import Engine
+from tokenloom.scheduler.recorder import Recorder, parts_of
 from tokenloom.scheduler.sessions import Stream, TokenizerSession
 from tokenloom.scheduler.watchers import LoadState, StepRecord, load_of
 
@@ -29,8 +30,9 @@ Requests = AsyncIterator[engine_pb2.EngineServiceSessionRequest]
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """The scheduler's gRPC interface."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, recorder: Recorder) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._epoch = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
 
@@ -140,6 +142,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             await context.send_initial_metadata(())  # tells the reader that it sees every plan from here on
             while True:
                 yield _step_proto(await queue.get(), watchers.take_num_dropped(queue))
+
+    async def GetRecording(
+        self, request: engine_pb2.GetRecordingRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.GetRecordingResponse]:
+        """The flight recorder's ring, as of now."""
+        if self._recorder.is_empty:
+            raise FailedPrecondition("nothing is recorded: no step ran yet, or --record-steps is 0")
+        for part in parts_of(self._recorder.chunks()):
+            yield part
 
 
 def _step_proto(record: StepRecord, num_dropped: int) -> engine_pb2.WatchStepsResponse:

@@ -11,6 +11,7 @@ from tokenloom.common.grpc_server import GrpcServer
 from tokenloom.scheduler.config import SchedulerSettings
 from tokenloom.scheduler.engine import Engine
 from tokenloom.scheduler.executor_client import ExecutorClient
+from tokenloom.scheduler.recorder import make_recorder
 from tokenloom.scheduler.servicer import EngineServicer
 
 log = logging.getLogger(__name__)
@@ -24,11 +25,14 @@ class SchedulerStage:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         token = settings.process.cluster_token
+        self._recorder = make_recorder(settings, lambda: () if self.engine.core is None else self.engine.core.running)
         self._client = ExecutorClient(
-            settings.executor, token, lambda can: can.num_blocks(settings), settings.step_timeout_s
+            settings.executor, token, lambda can: can.num_blocks(settings), settings.step_timeout_s, self._recorder
         )
         self.engine = Engine(settings, self._client)
-        services = [(engine_pb2_grpc.add_EngineServiceServicer_to_server, EngineServicer(self.engine), SERVICE)]
+        services = [
+            (engine_pb2_grpc.add_EngineServiceServicer_to_server, EngineServicer(self.engine, self._recorder), SERVICE)
+        ]
         self.server = GrpcServer(settings.listen, services, cluster_token=token)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -54,6 +58,7 @@ class SchedulerStage:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        await asyncio.to_thread(self._recorder.close)
 
     async def _follow_readiness(self) -> None:
         while True:

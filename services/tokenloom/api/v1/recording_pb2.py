@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tokenloom.api.v1 import executor_pb2 as tokenloom_dot_api_dot_v1_dot_executor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenloom/api/v1/recording.proto\x12\x10tokenloom.api.v1\x1a\x1ftokenloom/api/v1/executor.proto\"\xe2\x01\n\x0eRecordingEntry\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.tokenloom.api.v1.RecordingHeaderH\x00\x12,\n\x03row\x18\x02 \x01(\x0b\x32\x1d.tokenloom.api.v1.RecordedRowH\x00\x12\x30\n\x04plan\x18\x03 \x01(\x0b\x32 .tokenloom.api.v1.ExecuteRequestH\x00\x12\x33\n\x06result\x18\x04 \x01(\x0b\x32!.tokenloom.api.v1.ExecuteResponseH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x0fRecordingHeader\x12?\n\x0c\x63\x61pabilities\x18\x01 \x01(\x0b\x32).tokenloom.api.v1.GetCapabilitiesResponse\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x16\n\x0erecorded_at_us\x18\x03 \x01(\x04\x12\x0e\n\x06is_cut\x18\x04 \x01(\x08\"d\n\x0bRecordedRow\x12%\n\x03row\x18\x01 \x01(\x0b\x32\x18.tokenloom.api.v1.NewRow\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenloom/api/v1/recording.proto\x12\x10tokenloom.api.v1\x1a\x1ftokenloom/api/v1/executor.proto\"\xe2\x01\n\x0eRecordingEntry\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.tokenloom.api.v1.RecordingHeaderH\x00\x12,\n\x03row\x18\x02 \x01(\x0b\x32\x1d.tokenloom.api.v1.RecordedRowH\x00\x12\x30\n\x04plan\x18\x03 \x01(\x0b\x32 .tokenloom.api.v1.ExecuteRequestH\x00\x12\x33\n\x06result\x18\x04 \x01(\x0b\x32!.tokenloom.api.v1.ExecuteResponseH\x00\x42\x06\n\x04kind\"\xa3\x01\n\x0fRecordingHeader\x12?\n\x0c\x63\x61pabilities\x18\x01 \x01(\x0b\x32).tokenloom.api.v1.GetCapabilitiesResponse\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x16\n\x0erecorded_at_us\x18\x03 \x01(\x04\x12\x0e\n\x06is_cut\x18\x04 \x01(\x08\x12\x13\n\x0bnum_dropped\x18\x05 \x01(\x04\"d\n\x0bRecordedRow\x12%\n\x03row\x18\x01 \x01(\x0b\x32\x18.tokenloom.api.v1.NewRow\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECORDINGENTRY']._serialized_start=88
   _globals['_RECORDINGENTRY']._serialized_end=314
   _globals['_RECORDINGHEADER']._serialized_start=317
-  _globals['_RECORDINGHEADER']._serialized_end=459
-  _globals['_RECORDEDROW']._serialized_start=461
-  _globals['_RECORDEDROW']._serialized_end=561
+  _globals['_RECORDINGHEADER']._serialized_end=480
+  _globals['_RECORDEDROW']._serialized_start=482
+  _globals['_RECORDEDROW']._serialized_end=582
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,9 @@ What the flight recorder writes: plans and results, enough to feed the same plan
 
 A recording file is the 8 bytes "TLREC\\0\\0\\1" and then entries, each behind its length as a varint. The first one is a
 header. Rows that were alive when the recording begins follow, then plans and results in the order in which the
-scheduler sent and got them. A new header begins a new epoch: earlier rows and blocks are void.
+scheduler sent and got them. A new header begins anew, in a new epoch or behind a gap: earlier rows and blocks are
+void. Results of plans before the first recorded one may come behind a header with is_cut, since those plans were in
+flight: what they sampled is the newest of the rows' tokens.
 """
 
 from collections import abc as _abc
@@ -78,12 +80,15 @@ class RecordingHeader(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     RECORDED_AT_US_FIELD_NUMBER: _builtins.int
     IS_CUT_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks that were laid out, the null block included."""
     recorded_at_us: _builtins.int
     """When, in microseconds since 1970."""
     is_cut: _builtins.bool
-    """Plans before the first recorded one were dropped, since the recorder is a ring."""
+    """Plans before the first recorded one are not here: the recorder is a ring, or its file could not keep up."""
+    num_dropped: _builtins.int
+    """Plans and results that the file's writer dropped just before, since the disk was too slow."""
     @_builtins.property
     def capabilities(self) -> _executor_pb2.GetCapabilitiesResponse:
         """The executor's capabilities."""
@@ -95,10 +100,11 @@ class RecordingHeader(_message.Message):
         num_blocks: _builtins.int = ...,
         recorded_at_us: _builtins.int = ...,
         is_cut: _builtins.bool = ...,
+        num_dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "is_cut", b"is_cut", "num_blocks", b"num_blocks", "recorded_at_us", b"recorded_at_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "is_cut", b"is_cut", "num_blocks", b"num_blocks", "num_dropped", b"num_dropped", "recorded_at_us", b"recorded_at_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -106,7 +112,7 @@ Global___RecordingHeader: _TypeAlias = RecordingHeader  # noqa: Y015
 
 @_typing.final
 class RecordedRow(_message.Message):
-    """A row as it was when the recording begins."""
+    """A row as it was just before the first recorded plan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,10 +120,10 @@ class RecordedRow(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_computed_tokens: _builtins.int
-    """Tokens whose KV is in those blocks."""
+    """Tokens whose KV is in those blocks once the plans in flight have run."""
     @_builtins.property
     def row(self) -> _executor_pb2.NewRow:
-        """What the executor was told of it, generated_token_ids as of now."""
+        """What the executor was told of it; generated_token_ids without what plans in flight were still to sample."""
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
