@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ from tokenloom.api.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from tokenloom.common.auth import ApiKeys
+from tokenloom.common.auth import load_api_keys
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
 from tokenloom.common.errors import FailedPrecondition, NotFound, TokenloomError, to_proto
 from tokenloom.common.grpc_server import GrpcServer
@@ -268,7 +269,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
 
     Args:
         address: a Unix socket.
-        keys: API keys that requests need; none: open.
+        keys: API keys that requests need, beside those of `keys_file`; none: open.
 
     Attributes:
         starts: every request that came, in order.
@@ -280,11 +281,11 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         may_step: steps wait while it is cleared.
     """
 
-    def __init__(self, address: str, keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, address: str, keys: tuple[str, ...] = (), keys_file: str = "") -> None:
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         service = (add, self, "tokenloom.api.v1.InferenceService")
         self._server = GrpcServer(address, [service], max_message_bytes=PUBLIC_MESSAGE_BYTES)
-        self._keys = ApiKeys(keys)
+        self._keys = load_api_keys(keys, keys_file)
         self._sessions: set[_News] = set()
         self.starts: list[inference_pb2.SessionStart] = []
         self.cancelled: list[str] = []
@@ -464,6 +465,13 @@ class _FakeChoiceState:
     submit: engine_pb2.Submit
     outputs: list[int]
     is_started: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_late(self) -> bool:
+        """Its time is up."""
+        passed_ms = (time.monotonic() - self.arrived_s) * 1000
+        return self.submit.HasField("remaining_time_ms") and passed_ms >= self.submit.remaining_time_ms
 
 
 @dataclass(eq=False)
@@ -482,10 +490,13 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     Attributes:
         submits: every Submit that came, in order; cancelled and finished: request ids, the latter with tokens kept.
+        tenants: every definition of a tenant that came, each with the number of submits that came before it.
         hellos: of every session that was opened; num_messages: what came after them.
         frames: every frame that was sent.
         tokens_per_step: how many tokens a step gives each request.
         refusal: answers every new request with this error.
+        refused_choices: the indexes of the choices that `refusal` is for; None: all.
+        is_prompt: requests whose time is up are ended; otherwise they go on, as with an engine that hangs.
         may_step: steps wait while it is cleared.
     """
 
@@ -518,6 +529,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
             default_sampling=default_sampling,
         )
         self.submits: list[engine_pb2.Submit] = []
+        self.tenants: list[tuple[engine_pb2.TenantPolicy, int]] = []
         self.hellos: list[engine_pb2.Hello] = []
         self.num_messages = 0
         self.cancelled: list[str] = []
@@ -525,6 +537,8 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         self.frames: list[engine_pb2.EngineServiceSessionResponse] = []
         self.tokens_per_step = 1
         self.refusal: TokenloomError | None = None
+        self.refused_choices: set[int] | None = None
+        self.is_prompt = True
         self.may_step = asyncio.Event()
         self.may_step.set()
 
@@ -548,6 +562,26 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         """Ask for no new requests."""
         for session in self._sessions:
             session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(draining=True))
+
+    def tell(self, frame: engine_pb2.EngineServiceSessionResponse) -> None:
+        """Send a frame to every session."""
+        for session in self._sessions:
+            session.news.put_nowait(frame)
+
+    def displace(self, error: TokenloomError, choice_index: int, as_finished: bool = False) -> None:
+        """End the choices of one index with an error, as those that give way in a full queue."""
+        for session in self._sessions:
+            for handle, choice in list(session.choices.items()):
+                if choice.submit.choice_index != choice_index:
+                    continue
+                del session.choices[handle]
+                frame = engine_pb2.EngineServiceSessionResponse()
+                if as_finished:
+                    reason = engine_pb2.ENGINE_FINISH_REASON_ERROR
+                    frame.finished.add(handle=handle, reason=reason, error=to_proto(error))
+                else:
+                    frame.rejected.add(handle=handle, error=to_proto(error))
+                session.news.put_nowait(frame)
 
     async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.EngineServiceSessionRequest], context: Any
@@ -586,12 +620,21 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         for number, _ in enumerate(self.frames):
             yield engine_pb2.WatchStepsResponse(step_id=number)
 
+    async def WatchCacheEvents(self, request: Any, context: Any) -> AsyncIterator[engine_pb2.WatchCacheEventsResponse]:
+        yield engine_pb2.WatchCacheEventsResponse(cleared=True)  # it has no cache
+
+    async def GetRecording(self, request: Any, context: Any) -> AsyncIterator[engine_pb2.GetRecordingResponse]:
+        raise FailedPrecondition("nothing is recorded")
+        yield
+
     async def _read(self, session: _FakeEngineSession, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
             self.num_messages += 1
+            self.tenants += [(policy, len(self.submits)) for policy in message.tenants]
             for submit in message.submits:
                 self.submits.append(submit)
-                if self.refusal is not None:
+                is_refused = self.refused_choices is None or submit.choice_index in self.refused_choices
+                if self.refusal is not None and is_refused:
                     rejected = engine_pb2.Rejected(handle=submit.handle, error=to_proto(self.refusal))
                     session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(rejected=[rejected]))
                 else:
@@ -606,11 +649,23 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def _step_on(self) -> None:
         while True:
-            await self.may_step.wait()
             await asyncio.sleep(0.001)
             for session in self._sessions:
-                if session.choices:
+                if self.is_prompt:
+                    self._expire(session)
+                if session.choices and self.may_step.is_set():
                     session.news.put_nowait(self._step(session))
+
+    @staticmethod
+    def _expire(session: _FakeEngineSession) -> None:
+        """End requests whose time is up, in one frame."""
+        late = [handle for handle, choice in session.choices.items() if choice.is_late]
+        reason = engine_pb2.ENGINE_FINISH_REASON_DEADLINE
+        ends = [engine_pb2.Finished(handle=handle, reason=reason) for handle in late]
+        for handle in late:
+            del session.choices[handle]
+        if ends:
+            session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(finished=ends))
 
     def _step(self, session: _FakeEngineSession) -> engine_pb2.EngineServiceSessionResponse:
         frame = engine_pb2.EngineServiceSessionResponse()

@@ -373,6 +373,7 @@ def test_the_time_that_is_left_goes_on_to_the_engine_and_ends_the_request(tmp_pa
             await stack.collect(stack.stub.Complete(complete_request([5], remaining_time_ms=60_000), timeout=20))
             assert 10_000 < stack.engine.submits[0].remaining_time_ms <= 21_000
 
+            stack.engine.is_prompt = False
             stack.engine.may_step.clear()  # an engine that does not answer
             with pytest.raises(DeadlineExceeded):
                 await stack.complete([5], remaining_time_ms=50)

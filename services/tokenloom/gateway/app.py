@@ -22,6 +22,7 @@ from tokenloom.common.telemetry import context_of, inject
 from tokenloom.gateway.answers import AnswerHead, StreamAnswer, WholeAnswer
 from tokenloom.gateway.config import GatewayConfig
 from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start
+from tokenloom.gateway.deadlines import HEADER_DOCUMENT, time_limit_s
 from tokenloom.gateway.delivery import Delivery, Job, StreamDelivery, WholeDelivery
 from tokenloom.gateway.formats import ChatFormat, CompletionFormat, Format
 from tokenloom.gateway.generation import Generation
@@ -38,6 +39,7 @@ from tokenloom.gateway.tokenizer_pool import TokenizerPool
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 MODELS_PATH = "/v1/models"
+_WITH_TIMEOUT = {"parameters": [HEADER_DOCUMENT]}
 ROUTES = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH}
 
 
@@ -46,6 +48,7 @@ class Gateway:
     """What the routes work with."""
 
     config: GatewayConfig
+    keys: ApiKeys
     pool: TokenizerPool
     is_draining: Callable[[], bool]
 
@@ -70,7 +73,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         max_total_bytes=config.max_total_body_bytes,
         timeout_s=config.body_timeout_s,
     )
-    app.add_middleware(KeyGate, keys=ApiKeys(config.api_key))
+    app.add_middleware(KeyGate, keys=gateway.keys)
     app.add_middleware(DrainGate, is_draining=gateway.is_draining)
     app.add_middleware(Telemetry, routes=ROUTES)
     return app
@@ -79,16 +82,16 @@ def create_app(gateway: Gateway) -> FastAPI:
 def _generation_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
-    @router.post(CHAT_PATH, response_model=None)
+    @router.post(CHAT_PATH, response_model=None, openapi_extra=_WITH_TIMEOUT)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         info = info_of(request.scope)
         form = ChatFormat(has_logprobs=bool(body.logprobs), has_token_ids=bool(body.return_token_ids))
         context = _call_context(info, form)
         start = await run_sized(await _is_large(request), lambda: chat_start(body, context))
-        return _delivery(gateway, body, info, form, start, body.num_choices)
+        return _delivery(gateway, body, request, form, start, body.num_choices)
 
-    @router.post(COMPLETIONS_PATH, response_model=None)
+    @router.post(COMPLETIONS_PATH, response_model=None, openapi_extra=_WITH_TIMEOUT)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
         info = info_of(request.scope)
@@ -102,7 +105,7 @@ def _generation_routes(gateway: Gateway) -> APIRouter:
         context = _call_context(info, form)
         num_choices = len(body.prompt) * body.num_choices
         start = await run_sized(await _is_large(request), lambda: completion_start(body, context))
-        return _delivery(gateway, body, info, form, start, num_choices)
+        return _delivery(gateway, body, request, form, start, num_choices)
 
     return router
 
@@ -124,7 +127,7 @@ def _call_context(info: RequestInfo, form: Format) -> CallContext:
 def _delivery(
     gateway: Gateway,
     body: GenerationBody,
-    info: RequestInfo,
+    request: Request,
     form: Format,
     start: Start,
     num_choices: int,
@@ -132,11 +135,11 @@ def _delivery(
     """What will submit the request and carry its answer."""
     if start.ByteSize() > MAX_START_BYTES:
         raise HttpError(413, f"the request takes more than {MAX_START_BYTES} bytes", code="body_too_large")
-    config = gateway.config
+    config, info = gateway.config, info_of(request.scope)
+    timeout_s = time_limit_s(request.headers, body.timeout, config.request_timeout_s)
     head = AnswerHead(form.id_prefix + info.hex_id, int(time.time()))
     generation = Generation(head.request_id, config.max_buffered_bytes)
     _describe(info, body, form, head)
-    timeout_s = min(body.timeout or config.request_timeout_s, config.request_timeout_s)
     job = Job(generation, start, timeout_s, gateway.pool)
     if body.stream:
         return StreamDelivery(job, StreamAnswer(head, form, body.includes_usage))

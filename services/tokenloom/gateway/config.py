@@ -19,6 +19,9 @@ class GatewayConfig:
     api_key: tuple[str, ...] = setting(
         (), "Key that callers of /v1 must send; none: open.", parse=parse_api_key, secret=True
     )
+    keys_file: str = setting(
+        "", "TOML file with digests of keys, their tenants, limits, classes and scopes; empty: none."
+    )
     metrics_from: tuple[str, ...] = setting((), "Metrics addresses of other stages, whose pages /metrics appends.")
     max_body_bytes: int = setting(16 << 20, "Largest request body, e.g. 16MiB.", parse=parse_bytes)
     max_total_body_bytes: int = setting(

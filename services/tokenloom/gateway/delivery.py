@@ -40,7 +40,7 @@ class Job:
     Args:
         generation: what will be filled.
         start: what is sent.
-        timeout_s: longest time it may take.
+        timeout_s: longest time it may take, from its head on.
         pool: where it goes.
     """
 
@@ -63,7 +63,7 @@ class Delivery(Response, abc.ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the request, answer, then release it whatever happened. Raises: TokenloomError before the answer."""
         generation, pool = self._generation, self._job.pool
-        pool.submit(generation, self._job.start, self._job.timeout_s)
+        pool.submit(generation, self._job.start, self._job.timeout_s - info_of(scope).elapsed_s())
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, generation))
         try:
             await self.deliver(scope, send)

@@ -15,6 +15,7 @@ MAX_U32 = 2**32 - 1
 MAX_NUM_CHOICES = 128
 MAX_NUM_LOGPROBS = 20
 MAX_NUM_PROMPTS = 1024
+MAX_TIMEOUT_S = 86_400
 # Bounds on what is looked at one by one, so that no body holds the event loop for long.
 MAX_NUM_PROMPT_IDS = 1 << 20
 MAX_NUM_BIASES = 1024
@@ -32,7 +33,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Timeout = Annotated[float, Field(gt=0, le=86_400, description="Seconds that the request may take.")]
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, description="Seconds that the request may take.")]
 
 
 class Body(BaseModel):

@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenloom.common.address import Address, parse_address, remove_stale_socket
+from tokenloom.common.auth import load_api_keys
 from tokenloom.common.errors import SetupError, Unavailable
 from tokenloom.gateway.app import Gateway, create_app
 from tokenloom.gateway.config import GatewayConfig
@@ -81,6 +82,8 @@ class GatewayStage:
 
     Attributes:
         port: the TCP port in use, once started; 0 on a Unix socket.
+
+    Raises: SetupError if it has no tokenizer's address, or the keys cannot be used.
     """
 
     name = "gateway"
@@ -94,7 +97,8 @@ class GatewayStage:
             raise SetupError("--tokenizer: no address given; expected host:port or unix:PATH")
         self._pool = TokenizerPool(addresses, config.process.cluster_token, client_id, config.max_num_requests)
         self._is_draining = False
-        app = create_app(Gateway(config, self._pool, lambda: self._is_draining))
+        keys = load_api_keys(config.api_key, config.keys_file)
+        app = create_app(Gateway(config, keys, self._pool, lambda: self._is_draining))
         self._server = _Server(
             uvicorn.Config(
                 app,

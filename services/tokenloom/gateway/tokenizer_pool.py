@@ -29,6 +29,7 @@ from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.tokenizer_client import Call, TokenizerClient
 
 log = logging.getLogger(__name__)
+TIME_IS_UP = "the request's time was up"
 TAKEOVER_WAIT_S = 10.0
 MAX_ATTEMPTS = 4
 # After a session that ended overfull.
@@ -89,8 +90,15 @@ class TokenizerPool:
     def submit(self, generation: Generation, start: Start, timeout_s: float) -> None:
         """Start a request; `release` must follow.
 
-        Raises: Unavailable if no tokenizer can be reached; ResourceExhausted at the bound of requests in flight.
+        Args:
+            timeout_s: time that is left for it.
+
+        Raises: DeadlineExceeded if none is left; Unavailable if no tokenizer can be reached; ResourceExhausted at the
+            bound of requests in flight.
         """
+        late = DeadlineExceeded(TIME_IS_UP)
+        if timeout_s <= 0:
+            raise late
         if self._is_closed:
             raise Unavailable("the gateway is shutting down", reason="SHUTTING_DOWN")
         if len(self._open) >= self._max_num_requests:
@@ -101,7 +109,6 @@ class TokenizerPool:
         call = Call(generation, start, loop.time(), loop.time() + timeout_s)
         self._open[generation.request_id] = generation
         self._is_idle.clear()
-        late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
         timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.expire, late)
         self._deadlines[generation.request_id] = timer
         client.submit(call)
@@ -152,9 +159,17 @@ class TokenizerPool:
             else:
                 call.generation.restart()
                 call.generation.on_abandoned = partial(self._forget, call)
-                call.give_up = asyncio.get_running_loop().call_later(TAKEOVER_WAIT_S, self._give_up, call, lost)
-                self._waiting.append(call)
+                self._wait_for_session(call, lost)
         self._submit_waiting()
+
+    def _wait_for_session(self, call: Call, lost: TokenloomError) -> None:
+        """Keep a call until another session is open, so long as that may take or the call's own time allows."""
+        loop = asyncio.get_running_loop()
+        end_s, error = loop.time() + TAKEOVER_WAIT_S, lost
+        if call.deadline_s < end_s:  # there is no tokenizer to end it
+            end_s, error = call.deadline_s, DeadlineExceeded(TIME_IS_UP)
+        call.give_up = loop.call_at(end_s, self._give_up, call, error)
+        self._waiting.append(call)
 
     def _submit_waiting(self) -> None:
         while self._waiting and (client := self._find()) is not None:

@@ -31,6 +31,9 @@ class ServeSettings:
     api_key: tuple[str, ...] = setting(
         (), "Key that callers must send; none: open to everybody.", parse=parse_api_key, secret=True
     )
+    keys_file: str = setting(
+        "", "TOML file with digests of keys, their tenants, limits, classes and scopes; empty: none."
+    )
     dtype: str = setting(
         "", "Number format of weights and KV: bfloat16, float32 or auto; empty: the executor's default."
     )

@@ -38,6 +38,7 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
         "grace_s": settings.grace_s,
     }
     limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.max_num_batched_tokens}
+    keys_file = str(Path(settings.keys_file).absolute()) if settings.keys_file else ""
     own: dict[str, dict[str, object]] = {
         "executor": {
             "model": settings.model,
@@ -48,8 +49,12 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
             **limits,
         },
         "scheduler": {"executor": sockets["executor"], **limits},
-        "tokenizer": {"scheduler": sockets["scheduler"], "model": settings.model},
-        "gateway": {"tokenizer": sockets["tokenizer"], "listen": f"{settings.host}:{settings.port}"},
+        "tokenizer": {"scheduler": sockets["scheduler"], "model": settings.model, "keys_file": keys_file},
+        "gateway": {
+            "tokenizer": sockets["tokenizer"],
+            "listen": f"{settings.host}:{settings.port}",
+            "keys_file": keys_file,
+        },
     }
     argv = {name: _flags({**common, **own[name]}) for name in STAGES}
     public = f",{settings.host}:{settings.grpc_port}" if settings.grpc_port else ""
@@ -58,7 +63,8 @@ def plan_stack(settings: ServeSettings, run_dir: Path) -> StackPlan:
         argv[name] += _flags({"listen": listen[name], "metrics_listen": pages[name]})
         argv["gateway"] += _flags({"metrics_from": pages[name]})
     environ = child_environ(**{env_name("cluster_token"): secrets.token_hex(32)})
-    environ.pop(env_name("api_key"), None)
+    for name in ("api_key", "keys_file"):
+        environ.pop(env_name(name), None)
     if settings.api_key:
         environ[env_name("api_key")] = ",".join(settings.api_key)
     return StackPlan(argv, environ, sockets)

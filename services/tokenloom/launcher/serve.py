@@ -18,6 +18,7 @@ from typing import Any
 import uvloop
 
 from tokenloom.common.address import Address, check_port_free
+from tokenloom.common.auth import load_api_keys
 from tokenloom.common.config import parse
 from tokenloom.common.errors import SetupError
 from tokenloom.common.logs import setup_logs
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse(ServeSettings, "tokenloom serve", DESCRIPTION, argv)
     setup_logs("serve", settings.log_level, settings.log_format)
     _check_installed()
+    load_api_keys(settings.api_key, settings.keys_file)  # told here, in one line, rather than by two stages
     source = resolve_model(settings.model)
     for port in (settings.port, settings.grpc_port):
         check_port_free(Address(host=settings.host, port=port))

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from tokenloom.common.errors import Cancelled, FailedPrecondition, TokenloomError
+from tokenloom.common.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TokenloomError
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.choice import Choice, ChoiceRules
 from tokenloom.tokenizer.detokenizer import decode_whole
@@ -24,7 +24,7 @@ from tokenloom.tokenizer.domain import (
     Trace,
 )
 from tokenloom.tokenizer.engine_client import EngineClient
-from tokenloom.tokenizer.events import Accepted, ChoiceFinished, Completed, Delta, EventSink
+from tokenloom.tokenizer.events import TIME_IS_UP, Accepted, ChoiceFinished, Completed, Delta, EventSink
 from tokenloom.tokenizer.metrics import PROMPT_TOKENS
 from tokenloom.tokenizer.stop_strings import StopStrings
 from tokenloom.tokenizer.validation import check_resumed_ids
@@ -89,6 +89,17 @@ class ActiveRequest:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
+    def deadline_s(self) -> float | None:
+        """Monotonic time at which its time is up; None: never."""
+        limit_s = self.request.remaining_time_s
+        return None if limit_s is None else self._started_at_s + limit_s
+
+    @property
+    def is_late(self) -> bool:
+        """Its time is up."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    @property
     def duration_s(self) -> float:
         """Time since the request came in."""
         return time.monotonic() - self._started_at_s
@@ -143,7 +154,7 @@ class ActiveRequest:
         request, options = self.request, self.request.options
         is_first = index % options.num_choices == 0
         room = self._info.max_model_len - len(prompt)
-        salt = options.cache_salt
+        salt, highest = options.cache_salt, request.caller.highest_class
         return Submission(
             request_id=f"{self.scoped_id}:{index}",
             group_id=self.scoped_id,
@@ -155,12 +166,12 @@ class ActiveRequest:
                 num_prompt_logprobs=sampling.num_prompt_logprobs if is_first else None,
             ),
             stop=dataclasses.replace(stop, max_tokens=min(stop.max_tokens or room, room)),
-            priority_class=options.priority_class,
+            priority_class=highest if options.priority_class is None else options.priority_class,
             tenant=request.caller.tenant,
             cache_salt=f"{request.caller.tenant}/{salt}" if request.caller.is_isolated else salt,
             trace=trace,
             submitted_at_s=self._started_at_s - (request.age_s or 0.0),
-            deadline_s=None if request.remaining_time_s is None else self._started_at_s + request.remaining_time_s,
+            deadline_s=self.deadline_s,
             is_resubmitted=request.age_s is not None,
             is_resumable=options.resumable,
         )
@@ -172,8 +183,11 @@ class ActiveRequest:
             earlier: a request with the same id, whose choices go on for this one. If this one is refused, the earlier
                 one has lost nothing.
 
-        Raises: FailedPrecondition if `earlier` has other prompts; as `EngineClient.submit`.
+        Raises: DeadlineExceeded if its time is up, and the engine need not see it; FailedPrecondition if `earlier` has
+            other prompts; as `EngineClient.submit`.
         """
+        if self.is_late:
+            raise DeadlineExceeded(TIME_IS_UP)
         if earlier is not None and not earlier.done.done() and earlier._prompts != self._prompts:
             raise FailedPrecondition("the request id is in use for other prompts", field="request_id")
         for choice in self._choices:

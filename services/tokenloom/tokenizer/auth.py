@@ -6,10 +6,10 @@ import hmac
 from collections.abc import Mapping
 
 from tokenloom.common.auth import ApiKeys, bearer_of, digest_of
-from tokenloom.common.errors import Unauthenticated
+from tokenloom.common.errors import PermissionDenied, Unauthenticated
+from tokenloom.common.keys_file import Scope
 from tokenloom.tokenizer.domain import Caller
 
-_TENANT_DIGITS = 16
 _NO_KEY = b""
 
 
@@ -17,31 +17,38 @@ class Authenticator:
     """Checks callers.
 
     Args:
-        api_keys: keys of the public interface; none: it is open.
+        keys: keys of the public interface; none: it is open.
         cluster_token: credential of gateways' sessions; empty: none is asked for.
     """
 
-    def __init__(self, api_keys: tuple[str, ...], cluster_token: str) -> None:
-        self._keys = ApiKeys(api_keys)
-        self._has_tenants = len(set(api_keys)) > 1
+    def __init__(self, keys: ApiKeys, cluster_token: str) -> None:
+        self._keys = keys
         self._cluster_token = cluster_token.encode()
 
-    def direct_caller(self, metadata: Mapping[str, str]) -> Caller:
+    def direct_caller(self, metadata: Mapping[str, str], scope: Scope | None) -> Caller:
         """Who makes a call with this metadata; the cluster credential opens everything.
 
-        Raises: Unauthenticated without a known key.
+        Raises: as `caller_of`.
         """
         key = bearer_of(metadata.get("authorization"))
         if self._cluster_token and hmac.compare_digest(key.encode(), self._cluster_token):
             return Caller()
-        return self.caller_of(digest_of(key) if key else _NO_KEY)
+        return self.caller_of(digest_of(key) if key else _NO_KEY, scope)
 
-    def caller_of(self, key_digest: bytes) -> Caller:
-        """Whose key has this digest; each key is a tenant. Raises: Unauthenticated if nobody's."""
-        self._keys.check(key_digest)
-        if self._keys.is_open:
+    def caller_of(self, key_digest: bytes, scope: Scope | None) -> Caller:
+        """Whose key has this digest.
+
+        Args:
+            scope: what the key must be good for; None: any key will do.
+
+        Raises: Unauthenticated if it is nobody's; PermissionDenied if it lacks the scope.
+        """
+        key = self._keys.check(key_digest)
+        if key is None:
             return Caller()
-        return Caller(key_digest.hex()[:_TENANT_DIGITS], is_isolated=self._has_tenants)
+        if scope is not None and scope not in key.scopes:
+            raise PermissionDenied(f"this key lacks the scope {scope.value!r}", reason="SCOPE_MISSING")
+        return Caller(key.tenant, key.highest_class, is_isolated=len(self._keys.tenants) > 1)
 
     def check_gateway(self, metadata: Mapping[str, str]) -> None:
         """Raise Unauthenticated unless the call carries the cluster credential (or none is set)."""

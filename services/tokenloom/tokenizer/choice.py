@@ -18,6 +18,7 @@ from tokenloom.tokenizer.detokenizer import Detokenizer
 from tokenloom.tokenizer.domain import Submission
 from tokenloom.tokenizer.events import (
     MAX_LOGPROBS_PER_EVENT,
+    TIME_IS_UP,
     ChoiceFinished,
     Delta,
     EngineFinish,
@@ -156,7 +157,8 @@ class Choice:
         """End the choice as the engine says."""
         if not self.is_open:
             return
-        self._owner.on_choice_started(self)
+        if finish.reason in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.LENGTH):
+            self._owner.on_choice_started(self)  # one that failed before it began was never accepted
         match finish.reason:
             case EngineFinishReason.STOP_TOKEN:
                 last = self._token_ids[-1] if self._token_ids else None
@@ -164,7 +166,7 @@ class Choice:
             case EngineFinishReason.LENGTH:
                 self._finish(FinishReason.LENGTH)
             case EngineFinishReason.DEADLINE:
-                self.on_failed(DeadlineExceeded("the request's time was up"))
+                self.on_failed(DeadlineExceeded(TIME_IS_UP))
             case EngineFinishReason.ABORTED:
                 self.on_failed(Cancelled("the request was aborted", reason="ABORTED"))
             case EngineFinishReason.ERROR:

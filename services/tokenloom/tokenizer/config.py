@@ -19,6 +19,9 @@ class TokenizerConfig:
     api_key: tuple[str, ...] = setting(
         (), "Key that clients must send; without keys the interface is open.", parse=parse_api_key, secret=True
     )
+    keys_file: str = setting(
+        "", "TOML file with digests of keys, their tenants, limits, classes and scopes; empty: none."
+    )
     takeover_limit_s: float = setting(30.0, "Seconds that requests in flight wait for a lost scheduler to come back.")
     max_active_choices: int = setting(4096, "Choices in flight before requests are refused.", parse=positive_int)
     max_text_bytes: int = setting(8 << 20, "Longest text to tokenise.", parse=parse_bytes)

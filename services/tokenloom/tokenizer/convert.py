@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenloom.api.v1 import common_pb2, engine_pb2, inference_pb2
 from tokenloom.common.errors import InvalidArgument, from_proto, to_proto
+from tokenloom.common.keys_file import Tenant
 from tokenloom.common.telemetry import Context, extract, inject
 from tokenloom.tokenizer import domain, events
 from tokenloom.tokenizer.token_text import TokenTexts
@@ -114,7 +115,7 @@ def _options(proto: inference_pb2.GenerationOptions) -> domain.Options:
         num_choices=proto.num_choices if proto.HasField("num_choices") else 1,
         skip_special_tokens=proto.skip_special_tokens if proto.HasField("skip_special_tokens") else True,
         has_grammar=proto.grammar.kind != common_pb2.Grammar.KIND_UNSPECIFIED,
-        priority_class=proto.priority_class,
+        priority_class=_optional(proto, "priority_class"),
         cache_salt=proto.cache_salt,
         request_id=proto.request_id,
         return_token_ids=proto.return_token_ids,
@@ -300,6 +301,22 @@ def engine_info(welcome: engine_pb2.Welcome) -> domain.EngineInfo:
         max_num_logprobs=welcome.max_num_logprobs,
         eos_token_ids=frozenset(welcome.eos_token_ids),
         default_sampling=sampling(welcome.default_sampling),
+    )
+
+
+def engine_load(load: engine_pb2.Load) -> domain.EngineLoad:
+    """How busy the engine says it is."""
+    return domain.EngineLoad(load.num_running, load.num_waiting, load.num_free_blocks, load.num_blocks)
+
+
+def tenant_policy(tenant: Tenant) -> engine_pb2.TenantPolicy:
+    """What a tenant may have."""
+    return engine_pb2.TenantPolicy(
+        tenant=tenant.name,
+        weight=tenant.weight,
+        max_num_running=tenant.max_running,
+        max_num_waiting=tenant.max_queued,
+        max_tokens_per_minute=tenant.tokens_per_minute,
     )
 
 

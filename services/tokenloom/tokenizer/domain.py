@@ -88,7 +88,7 @@ class Options:
     num_choices: int = 1
     skip_special_tokens: bool = True
     has_grammar: bool = False
-    priority_class: int = 0
+    priority_class: int | None = None
     cache_salt: str = ""
     request_id: str = ""
     return_token_ids: bool = False
@@ -110,10 +110,13 @@ class Caller:
 
     Args:
         tenant: whom the scheduler charges; empty if no keys are set.
+        highest_class: most urgent priority class that the caller may ask for, and gets without asking; 0 is the most
+            urgent of all.
         is_isolated: the caller's cached prefixes are shared with no other tenant.
     """
 
     tenant: str = ""
+    highest_class: int = 0
     is_isolated: bool = False
 
 
@@ -158,6 +161,16 @@ class EngineInfo:
     max_num_logprobs: int
     eos_token_ids: frozenset[int]
     default_sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine said it is: requests and blocks."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

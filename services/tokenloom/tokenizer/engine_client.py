@@ -16,7 +16,7 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -33,11 +33,18 @@ from tokenloom.common.errors import (
     from_proto,
     from_rpc_error,
 )
+from tokenloom.common.keys_file import Tenant
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer import convert
-from tokenloom.tokenizer.domain import EngineInfo
+from tokenloom.tokenizer.domain import EngineInfo, EngineLoad
 from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
-from tokenloom.tokenizer.metrics import ENGINE_CONNECTED, ENGINE_SESSIONS, GENERATION_TOKENS
+from tokenloom.tokenizer.metrics import (
+    ENGINE_CONNECTED,
+    ENGINE_RUNNING,
+    ENGINE_SESSIONS,
+    ENGINE_WAITING,
+    GENERATION_TOKENS,
+)
 
 log = logging.getLogger(__name__)
 _WELCOME_TIMEOUT_S = 10.0
@@ -57,6 +64,7 @@ class EngineClient:
         tokenizer_fingerprint: must be the engine's.
         takeover_limit_s: how long choices in flight wait for a new session.
         max_queued_ids: bound on prompt ids that wait to be written.
+        tenants: what the engine is told of tenants at the begin of each session.
         on_state: called with True and False as the stage becomes and ceases to be able to serve.
     """
 
@@ -69,6 +77,7 @@ class EngineClient:
         tokenizer_fingerprint: str,
         takeover_limit_s: float = 30.0,
         max_queued_ids: int = 16 << 20,
+        tenants: Iterable[Tenant] = (),
         on_state: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._address = address
@@ -82,11 +91,13 @@ class EngineClient:
         )
         self._takeover_limit_s = takeover_limit_s
         self._max_queued_ids = max_queued_ids
+        self._tenants = tuple(tenants)
         self._on_state = on_state
         self._living: dict[int, InFlight] = {}
         self._outbox = EngineOutbox()
         self._next_handle = 1
         self._info: EngineInfo | None = None
+        self._load: EngineLoad | None = None
         self._is_up = False
         self._is_draining = False
         self._is_lost = False
@@ -108,6 +119,11 @@ class EngineClient:
         if self._info is None or self._is_lost:
             raise Unavailable("the engine is not there yet", reason="ENGINE_UNAVAILABLE", retry_after_s=_RETRY_AFTER_S)
         return self._info
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """How busy the engine said it is, last; None: it has not said so in the session that is up, or none is."""
+        return self._load
 
     def start(self) -> None:
         """Begin to connect, for as long as it takes."""
@@ -247,6 +263,7 @@ class EngineClient:
         )
         self._info, self._is_up, self._is_lost, self._is_draining = info, True, False, False
         self._outbox.clear()
+        self._outbox.add_tenants(self._tenants)
         for entry in self._living.values():
             entry.is_in_session = False
         for handle, entry in list(self._living.items()):
@@ -266,6 +283,7 @@ class EngineClient:
             log.log(logging.WARNING if self._info else logging.INFO, "no engine session: %s", why)
         self._down_reason = why
         self._is_up = False
+        self._take_load(None)
         ENGINE_CONNECTED.set(0)
         self._on_state(False)
         if self._give_up is None and not self._is_lost and self._info is not None:
@@ -305,10 +323,18 @@ class EngineClient:
         for finished in frame.finished:
             self._tell(finished.handle, "on_finished", convert.engine_finish(finished))
             self._living.pop(finished.handle, None)
+        if frame.HasField("load"):
+            self._take_load(convert.engine_load(frame.load))
         if frame.draining and not self._is_draining:
             log.info("the engine is about to stop")
             self._is_draining = True
             self._on_state(False)
+
+    def _take_load(self, load: EngineLoad | None) -> None:
+        """Note what the engine said last; None: nothing is known."""
+        self._load = load
+        ENGINE_RUNNING.set(load.num_running if load else 0)
+        ENGINE_WAITING.set(load.num_waiting if load else 0)
 
     def _tell(self, handle: int, event: str, *details: Any) -> Any:
         """Call a method of a choice's listener and return its answer; a fault in it ends that choice alone."""

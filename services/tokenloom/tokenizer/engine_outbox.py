@@ -6,12 +6,13 @@ What is queued during one turn of the event loop goes out as one message, unless
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tokenloom.api.v1 import engine_pb2
 from tokenloom.common.errors import TokenloomError
+from tokenloom.common.keys_file import Tenant
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.domain import Submission
 from tokenloom.tokenizer.events import EngineFinish, PositionLogprobs
@@ -72,6 +73,7 @@ class EngineOutbox:
     """What waits to be written, by handle.
 
     Attributes:
+        tenants: definitions that go out before any submission.
         submits: choices to submit, in order.
         attaches: choices of a lost session that are taken over only to be ended: request id and tokens had.
         finishes: tokens kept of choices that a stop string ended.
@@ -81,12 +83,18 @@ class EngineOutbox:
     """
 
     def __init__(self) -> None:
+        self.tenants: list[Tenant] = []
         self.submits: dict[int, InFlight] = {}
         self.attaches: dict[int, tuple[str, int]] = {}
         self.finishes: dict[int, int] = {}
         self.cancels: dict[int, str] = {}
         self.num_submitted_ids = 0
         self.filled = asyncio.Event()
+
+    def add_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Define tenants."""
+        self.tenants.extend(tenants)
+        self.filled.set()
 
     def add_submit(self, handle: int, entry: InFlight) -> None:
         """Submit a choice."""
@@ -105,6 +113,7 @@ class EngineOutbox:
 
     def clear(self) -> None:
         """Forget everything; for a new session."""
+        self.tenants.clear()
         self.submits.clear()
         self.attaches.clear()
         self.finishes.clear()
@@ -115,8 +124,9 @@ class EngineOutbox:
     def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
         """Empty the outbox into messages of bounded size."""
         self.filled.clear()
-        while self.submits or self.finishes or self.cancels:  # what is attached is finished or cancelled
-            message = engine_pb2.EngineServiceSessionRequest()
+        while self.tenants or self.submits or self.finishes or self.cancels:  # what is attached is ended too
+            message = engine_pb2.EngineServiceSessionRequest(tenants=map(convert.tenant_policy, self.tenants))
+            self.tenants.clear()
             num_ids = 0
             while self.submits and num_ids < _MAX_SUBMITTED_IDS_PER_MESSAGE:
                 handle = next(iter(self.submits))

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from tokenloom.common.errors import TokenloomError
 from tokenloom.tokenizer.domain import SamplingParams, StopConditions
 
+TIME_IS_UP = "the request's time was up"
 MAX_LOGPROBS_PER_EVENT = 512
 """Entries of logprobs, over all positions, that are turned into protobuf in one go: up to 25 us each on a slow core."""
 

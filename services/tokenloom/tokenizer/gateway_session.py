@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from tokenloom.api.v1 import inference_pb2
 from tokenloom.common.errors import Internal, InvalidArgument, TokenloomError
+from tokenloom.common.keys_file import Scope
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.convert import EventConverter, session_start
@@ -137,7 +138,7 @@ class GatewaySession:
         """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
         handle = start.handle
         try:
-            request = session_start(start, self._authenticator.caller_of(start.key_digest))
+            request = session_start(start, self._authenticator.caller_of(start.key_digest, Scope.INFERENCE))
             await self._generation.run(request, RequestSink(self._outbox, handle))
         except TokenloomError as error:
             self._outbox.put(handle, Failed(error))

@@ -33,7 +33,7 @@ from tokenloom.tokenizer.chat_template import ChatTemplate
 from tokenloom.tokenizer.domain import ChatInput, EngineInfo, GenerationRequest
 from tokenloom.tokenizer.encoder import Encoder
 from tokenloom.tokenizer.engine_client import EngineClient
-from tokenloom.tokenizer.events import EventSink
+from tokenloom.tokenizer.events import TIME_IS_UP, EventSink
 from tokenloom.tokenizer.metrics import ACTIVE_CHOICES, ACTIVE_REQUESTS, REQUESTS
 from tokenloom.tokenizer.validation import check_num_prompt_ids, check_prompt, check_request, checked_ids
 
@@ -89,6 +89,8 @@ class GenerationService:
             limit_s = request.remaining_time_s
             try:
                 async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s) + _DEADLINE_GRACE_S):
+                    if active.is_late:  # it came without any time left
+                        raise DeadlineExceeded(TIME_IS_UP)
                     check_request(request, engine, self._model_id)
                     self._reserve(active)
                     prompts = await self.prompts_of(request, engine)
@@ -97,7 +99,7 @@ class GenerationService:
                     self._by_id[active.scoped_id] = active
                     await active.done
             except TimeoutError:
-                raise DeadlineExceeded("the request's time was up") from None
+                raise DeadlineExceeded(TIME_IS_UP) from None
 
     async def prompts_of(self, request: GenerationRequest, engine: EngineInfo) -> tuple[Sequence[int], ...]:
         """The ids of a request's prompts.
@@ -174,7 +176,7 @@ class GenerationService:
         try:
             yield
         except asyncio.CancelledError:
-            outcome = "cancelled"
+            outcome = "deadline_exceeded" if active.is_late else "cancelled"  # gRPC ends late calls by itself
             raise
         except TokenloomError as error:
             outcome = error.code.name.lower()

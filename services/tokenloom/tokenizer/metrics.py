@@ -35,6 +35,16 @@ RENDER_SECONDS = Histogram(
 ENGINE_CONNECTED = Gauge(
     "tokenloom_tokenizer_engine_connected", "1 while the session to the scheduler is up.", registry=REGISTRY
 )
+ENGINE_RUNNING = Gauge(
+    "tokenloom_tokenizer_engine_running_requests",
+    "Requests that the engine runs, of all its sessions, as it said last; 0 without a session.",
+    registry=REGISTRY,
+)
+ENGINE_WAITING = Gauge(
+    "tokenloom_tokenizer_engine_waiting_requests",
+    "Requests that wait in the engine, of all its sessions, as it said last; 0 without a session.",
+    registry=REGISTRY,
+)
 ENGINE_SESSIONS = Counter(
     "tokenloom_tokenizer_engine_sessions_total", "Sessions to the scheduler that were opened.", registry=REGISTRY
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenloom.api.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.common.errors import InvalidArgument
+from tokenloom.common.keys_file import Scope
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.auth import Authenticator
@@ -59,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:
         """Continue a conversation."""
         metadata = _metadata(context)
-        caller = self._authenticator.direct_caller(metadata)
+        caller = self._authenticator.direct_caller(metadata, Scope.INFERENCE)
         wanted = convert.chat_request(request, caller, _trace(metadata), context.time_remaining())
         async for event in self._events(wanted):
             yield inference_pb2.ChatResponse(event=event)
@@ -69,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.CompleteResponse]:
         """Continue prompts."""
         metadata = _metadata(context)
-        caller = self._authenticator.direct_caller(metadata)
+        caller = self._authenticator.direct_caller(metadata, Scope.INFERENCE)
         wanted = convert.complete_request(request, caller, _trace(metadata), context.time_remaining())
         async for event in self._events(wanted):
             yield inference_pb2.CompleteResponse(event=event)
@@ -95,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         """Text to ids."""
-        self._authenticator.direct_caller(_metadata(context))
+        self._authenticator.direct_caller(_metadata(context), Scope.INFERENCE)
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         ids = await self._encoder.encode(request.text, add_special_tokens=add_special_tokens)
         response = inference_pb2.TokenizeResponse(max_model_len=self._engine.info.max_model_len)
@@ -108,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Any
     ) -> inference_pb2.DetokenizeResponse:
         """Ids to text."""
-        self._authenticator.direct_caller(_metadata(context))
+        self._authenticator.direct_caller(_metadata(context), Scope.INFERENCE)
         ids, info = request.token_ids, self._engine.info
         if len(ids) > MAX_PROMPT_IDS:
             raise InvalidArgument(f"{len(ids)} tokens; at most {MAX_PROMPT_IDS} are accepted", field="tokens")
@@ -126,7 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.RenderChatRequest, context: Any
     ) -> inference_pb2.RenderChatResponse:
         """What Chat would send to the model."""
-        self._authenticator.direct_caller(_metadata(context))
+        self._authenticator.direct_caller(_metadata(context), Scope.INFERENCE)
         rendered = await self._chat_template.render(convert.chat_input(request.chat))
         limit = self._engine.info.max_model_len
         ids = await self._encoder.encode_segments(rendered.segments, max_model_len=limit)
@@ -136,7 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """The model served."""
-        self._authenticator.direct_caller(_metadata(context))
+        self._authenticator.direct_caller(_metadata(context), scope=None)
         limit = self._engine.info.max_model_len
         model = inference_pb2.Model(id=self._model_id, created_s=self._created_s, max_model_len=limit)
         return inference_pb2.ListModelsResponse(models=[model])

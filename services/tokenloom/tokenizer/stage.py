@@ -6,7 +6,10 @@ import asyncio
 import logging
 
 from tokenloom.api.v1 import inference_pb2_grpc
+from tokenloom.common.address import parse_address
+from tokenloom.common.auth import load_api_keys
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
+from tokenloom.common.errors import SetupError
 from tokenloom.common.grpc_server import GrpcServer
 from tokenloom.common.model_files import resolve_model
 from tokenloom.tokenizer.assets import load_assets
@@ -27,13 +30,15 @@ SERVICE_NAME = "tokenloom.api.v1.InferenceService"
 class TokenizerStage:
     """Listens at once, is ready while the session to the scheduler is up.
 
-    Raises: SetupError if the model has no usable tokenizer.
+    Raises: SetupError if the model has no usable tokenizer, or the keys cannot be used.
     """
 
     name = "tokenizer"
 
     def __init__(self, config: TokenizerConfig) -> None:
         self._config = config
+        keys = load_api_keys(config.api_key, config.keys_file)
+        _check_sessions_are_guarded(config)
         source = resolve_model(config.model)
         assets = load_assets(source)
         self._encoder = Encoder(
@@ -54,6 +59,7 @@ class TokenizerStage:
             model_id=source.model_id,
             tokenizer_fingerprint=source.tokenizer_fingerprint(),
             takeover_limit_s=config.takeover_limit_s,
+            tenants=keys.tenants,
             on_state=self._on_engine_state,
         )
         self._generation = GenerationService(
@@ -70,7 +76,7 @@ class TokenizerStage:
             self._encoder,
             self._chat_template,
             self._engine,
-            Authenticator(config.api_key, config.process.cluster_token),
+            Authenticator(keys, config.process.cluster_token),
             EventConverter(TokenTexts(assets.tokenizer)),
             model_id=source.model_id,
             session_outbox_bytes=config.session_outbox_bytes,
@@ -111,3 +117,14 @@ class TokenizerStage:
         task = asyncio.get_running_loop().create_task(self._server.set_serving(is_up and not self._is_draining))
         self._readiness.add(task)
         task.add_done_callback(self._readiness.discard)
+
+
+def _check_sessions_are_guarded(config: TokenizerConfig) -> None:
+    """Raise SetupError if a digest from the keys file, which is no secret, would open a session to those outside."""
+    for text in config.listen.split(","):
+        address = parse_address(text.strip())
+        if config.keys_file and not config.process.cluster_token and not address.is_local:
+            raise SetupError(
+                f"{address} can be reached from outside: set --cluster-token too where --keys-file is set, or listen "
+                "at 127.0.0.1 or unix:PATH; sessions are trusted to send the digests of their callers' keys"
+            )

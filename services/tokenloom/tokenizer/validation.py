@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from tokenloom.common.errors import InvalidArgument, NotFound
+from tokenloom.common.errors import InvalidArgument, NotFound, PermissionDenied
 from tokenloom.tokenizer.domain import ChatInput, EngineInfo, GenerationRequest, Options, SamplingParams
 
 MAX_PROMPTS = 1024
@@ -27,11 +27,13 @@ MAX_CACHE_SALT_CHARS = 1024
 def check_request(request: GenerationRequest, engine: EngineInfo, model: str) -> None:
     """Check everything that needs no tokens.
 
-    Raises: NotFound for another model than `model`; InvalidArgument naming the field.
+    Raises: NotFound for another model than `model`; PermissionDenied for a more urgent class than the caller may have;
+        InvalidArgument naming the field.
     """
     options = request.options
     if options.model not in ("", model):
         raise NotFound(f"there is no model {shortened(options.model)}; this server has {model!r}", field="model")
+    _check_class(request)
     if not isinstance(request.input, ChatInput):
         _require(len(request.input.prompts) > 0, "prompt", "at least one prompt is needed")
         _require(len(request.input.prompts) <= MAX_PROMPTS, "prompt", f"at most {MAX_PROMPTS} prompts are accepted")
@@ -153,6 +155,14 @@ def _check_options(options: Options, engine: EngineInfo) -> None:
         "cache_salt",
         f"a cache salt has at most {MAX_CACHE_SALT_CHARS} characters",
     )
+
+
+def _check_class(request: GenerationRequest) -> None:
+    """The class asked for is none that the caller's key may not have."""
+    asked, highest = request.options.priority_class, request.caller.highest_class
+    if asked is not None and asked < highest:
+        message = f"priority is {asked}; this key's highest class is {highest}, and lower numbers are more urgent"
+        raise PermissionDenied(message, field="priority", reason="PRIORITY_TOO_HIGH")
 
 
 def _check_resumed(request: GenerationRequest) -> None:
