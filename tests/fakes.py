@@ -9,17 +9,17 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.fake_executor import FakeExecutor as FakeExecutor
+from tests.fake_executor import continuation as continuation
+from tests.fake_executor import next_token as next_token
 from tokenloom.api.v1 import (
     common_pb2,
     engine_pb2,
     engine_pb2_grpc,
-    executor_pb2,
-    executor_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
 )
@@ -29,200 +29,6 @@ from tokenloom.common.errors import FailedPrecondition, NotFound, TokenloomError
 from tokenloom.common.grpc_server import GrpcServer
 
 EXECUTOR_SERVICE = "tokenloom.api.v1.ExecutorService"
-
-
-def next_token(token_ids: list[int], vocab_size: int) -> int:
-    """The fake models' choice: depends on every token so far and on their order; never below 2."""
-    mixed = 7
-    for token_id in token_ids:
-        mixed = (mixed * 31 + token_id + 1) % 1_000_003
-    return 2 + mixed % (vocab_size - 2)
-
-
-def continuation(prompt_token_ids: list[int], count: int, vocab_size: int = 1000) -> list[int]:
-    """What a fake model generates behind a prompt."""
-    token_ids = list(prompt_token_ids)
-    for _ in range(count):
-        token_ids.append(next_token(token_ids, vocab_size))
-    return token_ids[len(prompt_token_ids) :]
-
-
-class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
-    """An executor without a model. It checks the protocol's rules as it goes and remembers every plan.
-
-    What breaks a rule goes into `violations`: an exception here would only look like a lost executor to the scheduler.
-
-    Args:
-        hold_back: a result is sent only when so many later plans have arrived; with the last plans, when no more come,
-            only `release()` lets them go.
-        step_s: how long a step takes.
-    """
-
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 1000,
-        num_blocks: int = 64,
-        block_size: int = 4,
-        hold_back: int = 0,
-        step_s: float = 0.0,
-    ) -> None:
-        self.capabilities = executor_pb2.GetCapabilitiesResponse(
-            schema_revision=1,
-            boot_id=uuid.uuid4().hex,
-            model_id="fake",
-            tokenizer_fingerprint="fake-tokenizer",
-            vocab_size=vocab_size,
-            max_model_len=512,
-            block_size=block_size,
-            max_num_blocks=num_blocks,
-            max_num_seqs=64,
-            max_num_batched_tokens=256,
-            max_plans_in_flight=3,
-            max_num_logprobs=20,
-            batch_invariant=True,
-            eos_token_ids=[1],
-            description="fake executor",
-        )
-        self.hold_back = hold_back
-        self.step_s = step_s
-        self.plans: list[executor_pb2.ExecuteRequest] = []
-        self.violations: list[str] = []
-        self.most_waiting = 0
-        self.row_errors: dict[str, common_pb2.Error] = {}
-        self.step_errors: deque[common_pb2.Error] = deque()
-        self._counter = 0
-        self._num_epochs_before = 0
-        self._ids: dict[int, list[int]] = {}
-        self._failed: set[int] = set()
-        self._blocks: dict[int, list[int]] = {}
-        self._names: dict[int, str] = {}
-        self._num_logprobs: dict[int, int] = {}
-
-    def restart_counting(self) -> None:
-        """The epochs so far were meant."""
-        self._num_epochs_before = self._counter - 1
-
-    @property
-    def num_epochs(self) -> int:
-        return self._counter - self._num_epochs_before
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._ids)
-
-    async def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
-        return self.capabilities
-
-    async def Initialize(self, request: Any, context: Any) -> executor_pb2.InitializeResponse:
-        self._counter += 1
-        self._ids.clear()
-        self._blocks.clear()
-        return executor_pb2.InitializeResponse(epoch=self._epoch())
-
-    async def Execute(
-        self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: Any
-    ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
-        arrived: asyncio.Queue[executor_pb2.ExecuteRequest | None] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(request_iterator, arrived))
-        waiting: deque[executor_pb2.ExecuteRequest] = deque()
-        is_open = True
-        try:
-            while is_open or waiting:
-                while is_open and (len(waiting) <= self.hold_back or not arrived.empty()):
-                    plan = await arrived.get()
-                    if plan is None:
-                        is_open = False
-                    else:
-                        waiting.append(plan)
-                        self.most_waiting = max(self.most_waiting, len(waiting))
-                if waiting:
-                    if self.step_s:
-                        await asyncio.sleep(self.step_s)
-                    yield self._run(waiting.popleft())
-        finally:
-            reader.cancel()
-
-    async def _read(self, plans: AsyncIterator[executor_pb2.ExecuteRequest], arrived: asyncio.Queue[Any]) -> None:
-        async for plan in plans:
-            self.plans.append(plan)
-            arrived.put_nowait(plan)
-        arrived.put_nowait(None)
-
-    def _epoch(self) -> executor_pb2.Epoch:
-        return executor_pb2.Epoch(boot_id=self.capabilities.boot_id, counter=self._counter)
-
-    def _run(self, plan: executor_pb2.ExecuteRequest) -> executor_pb2.ExecuteResponse:
-        if plan.epoch != self._epoch():
-            raise FailedPrecondition("the plan is of another epoch")
-        response = executor_pb2.ExecuteResponse(step_id=plan.step_id)
-        for row_id in plan.finished_row_ids:
-            self._check(row_id in self._ids, plan, f"row {row_id} is finished and unknown")
-            self._ids.pop(row_id, None)
-            self._blocks.pop(row_id, None)
-        for row in plan.new_rows:
-            self._check(row.row_id not in self._ids, plan, f"row {row.row_id} is new and known")
-            self._blocks[row.row_id] = []
-            self._ids[row.row_id] = [*row.prompt_token_ids, *row.generated_token_ids]
-            self._names[row.row_id] = row.request_id
-            if row.sampling.HasField("num_logprobs"):
-                self._num_logprobs[row.row_id] = row.sampling.num_logprobs
-        if self.step_errors:
-            response.step_error.CopyFrom(self.step_errors.popleft())
-            self._failed.update(plan.row_ids)
-            return response
-        self._check(sum(plan.num_scheduled_tokens) <= self.capabilities.max_num_batched_tokens, plan, "over the budget")
-        self._check(len(plan.row_ids) <= self.capabilities.max_num_seqs, plan, "too many rows")
-        columns = zip(
-            plan.row_ids,
-            plan.num_scheduled_tokens,
-            plan.num_computed_tokens,
-            plan.feeds_back,
-            plan.num_new_blocks,
-            strict=True,
-        )
-        at = 0
-        for row_id, num_scheduled, num_computed, feeds_back, num_new_blocks in columns:
-            end = num_computed + num_scheduled
-            blocks = self._blocks.setdefault(row_id, [])
-            blocks += plan.new_block_ids[at : at + num_new_blocks]
-            at += num_new_blocks
-            if row_id in self._failed:  # it was in flight behind the plan that failed
-                response.row_errors.add(row_id=row_id, error=common_pb2.Error(code=13, message="failed before"))
-                continue
-            room = len(blocks) * self.capabilities.block_size
-            self._check(num_scheduled >= 1, plan, f"row {row_id} computes nothing")
-            self._check(end <= room, plan, f"row {row_id} has room for {room} tokens and computes up to {end}")
-            self._check(len(set(blocks)) == len(blocks) and 0 not in blocks, plan, f"row {row_id} has blocks {blocks}")
-            self._check(end <= len(self._ids[row_id]), plan, f"row {row_id} computes tokens that nobody knows")
-            self._check(not feeds_back or end == len(self._ids[row_id]), plan, f"row {row_id} feeds back too early")
-            self._run_row(row_id, end, response)
-        self._check(at == len(plan.new_block_ids), plan, "blocks that belong to no row")
-        return response
-
-    def _check(self, is_kept: bool, plan: executor_pb2.ExecuteRequest, rule: str) -> None:
-        if not is_kept:
-            self.violations.append(f"plan {plan.step_id}: {rule}")
-
-    def _run_row(self, row_id: int, end: int, response: executor_pb2.ExecuteResponse) -> None:
-        ids = self._ids[row_id]
-        if (error := self.row_errors.get(self._names[row_id])) is not None:
-            response.row_errors.add(row_id=row_id, error=error)
-            self._failed.add(row_id)
-        elif end == len(ids):
-            token_id = next_token(ids, self.capabilities.vocab_size)
-            ids.append(token_id)
-            response.row_ids.append(row_id)
-            response.num_sampled.append(1)
-            response.sampled_token_ids.append(token_id)
-            self._add_logprobs(row_id, token_id, response)
-
-    def _add_logprobs(self, row_id: int, token_id: int, response: executor_pb2.ExecuteResponse) -> None:
-        """The token itself and its successors in id, if the row asked."""
-        width = 1 + self._num_logprobs[row_id] if row_id in self._num_logprobs else 0
-        response.num_logprobs_per_token.append(width)
-        response.logprob_token_ids.extend((token_id + i) % self.capabilities.vocab_size for i in range(width))
-        response.logprobs.extend(-0.5 - i for i in range(width))
 
 
 FAKE_MODEL = "fake-model"
@@ -465,6 +271,7 @@ class _FakeChoiceState:
     submit: engine_pb2.Submit
     outputs: list[int]
     is_started: bool = False
+    is_held: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -568,6 +375,12 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         for session in self._sessions:
             session.news.put_nowait(frame)
 
+    def hold(self, choice_index: int) -> None:
+        """Let the choices of one index get no more tokens."""
+        for session in self._sessions:
+            for choice in session.choices.values():
+                choice.is_held |= choice.submit.choice_index == choice_index
+
     def displace(self, error: TokenloomError, choice_index: int, as_finished: bool = False) -> None:
         """End the choices of one index with an error, as those that give way in a full queue."""
         for session in self._sessions:
@@ -669,7 +482,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     def _step(self, session: _FakeEngineSession) -> engine_pb2.EngineServiceSessionResponse:
         frame = engine_pb2.EngineServiceSessionResponse()
-        for handle, choice in list(session.choices.items()):
+        for handle, choice in [item for item in session.choices.items() if not item[1].is_held]:
             if not choice.is_started:
                 choice.is_started = True
                 frame.accepted.add(handle=handle, num_cached_tokens=0)

@@ -30,7 +30,7 @@ def test_a_new_session_takes_a_lost_ones_requests_over(tmp_path: Path) -> None:
             while len(first.tokens.get(2, [])) < 5:
                 await first.read()
             one, two = first.tokens[2][:2]
-            assert first.logprob_ids[2][:4] == [one, one + 1, two, two + 1]
+            assert first.logprob_ids[2][:4] == [one, one, two, two]
             await first.close()
             second = Tokenizer(tmp_path)
             await second.open()
