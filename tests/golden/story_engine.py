@@ -148,7 +148,7 @@ def _numbers(numbers: list[int]) -> str:
 def _describe_plan(plan: SchedulerOutput) -> list[str]:
     tokens = "1 token" if plan.num_scheduled_tokens == 1 else f"{plan.num_scheduled_tokens} tokens"
     lines = [f"plan {plan.step_id}, {tokens}"]
-    lines += [f"  {request.request_id} preempted" for request in plan.preempted]
+    lines += [f"  {lost.request.request_id} preempted for {lost.reason.value}" for lost in plan.preempted]
     return lines + [_describe_row(row) for row in plan.rows]
 
 

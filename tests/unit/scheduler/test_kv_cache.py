@@ -91,7 +91,7 @@ def test_waiting_for_a_prefix_looks_at_its_blocks_once_however_long_it_takes(loo
     engine.step()
     assert lookups.count <= 1 + 10
     lookups.count = 0
-    for _ in range(20):
+    for _ in range(10):
         engine.step()
     assert lookups.count == 0
     engine.run_until_idle()

@@ -56,7 +56,7 @@ def test_victim_is_the_youngest_of_the_lowest_class() -> None:
     while len(victims) < 2:
         plan = engine.plan()
         assert plan is not None
-        victims += [victim.request_id for victim in plan.preempted]
+        victims += [preemption.request.request_id for preemption in plan.preempted]
         engine.apply()
     assert victims[:2] == ["lowest-young", "lowest-old"]
 
@@ -74,7 +74,7 @@ def test_preemption_stands_in_a_plan_even_if_none_came_out_when_it_was_made() ->
     engine.apply()
     plan = engine.plan()
     assert plan is not None
-    assert plan.preempted == [grows]
+    assert [preemption.request for preemption in plan.preempted] == [grows]
     engine.run_until_idle()
     assert engine.told["grows"] == [52, 53, 54]
 

@@ -33,7 +33,7 @@ def test_rule_1_blocks_freed_while_a_plan_is_made_are_given_out_in_that_plan() -
     planned(engine)
     lost = list(late.block_ids)
     plan = planned(engine)
-    assert plan.preempted == [late]
+    assert [preemption.request for preemption in plan.preempted] == [late]
     assert plan.rows[0].request is early
     assert set(plan.rows[0].new_block_ids) <= set(lost)
     engine.run_until_idle()  # the shadow executor objects if a row reads what another wrote
@@ -44,7 +44,7 @@ def test_rule_2_preempted_request_waits_for_its_last_result_and_keeps_that_token
     engine, early, late = engine_with_two_full_tables(depth=3)
     planned(engine)
     planned(engine)
-    assert planned(engine).preempted == [late]
+    assert [preemption.request for preemption in planned(engine).preempted] == [late]
     engine.finish("early", FinishReason.ABORTED)  # now there is room for `late`
     engine.apply()
     assert late.num_plans_in_flight == 1
@@ -63,7 +63,7 @@ def test_rule_2_nobody_overtakes_a_preempted_request_while_its_result_is_on_its_
     engine.add(Request("last", [7], 1))
     planned(engine)
     planned(engine)
-    assert planned(engine).preempted == [late]
+    assert [preemption.request for preemption in planned(engine).preempted] == [late]
     engine.finish("early", FinishReason.ABORTED)
     engine.apply()
     assert engine.plan() is None
@@ -76,7 +76,7 @@ def test_nobody_is_admitted_in_a_plan_that_preempts() -> None:
     engine.step()
     engine.add(Request("small", [7], 1))
     plan = planned(engine)
-    assert plan.preempted == [late]
+    assert [preemption.request for preemption in plan.preempted] == [late]
     assert names(plan) == ["early"]
 
 

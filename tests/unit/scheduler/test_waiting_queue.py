@@ -3,12 +3,18 @@
 import pytest
 
 from tokenloom.scheduler.core.request import Request
+from tokenloom.scheduler.core.tenants import Tenant
 from tokenloom.scheduler.core.waiting_queue import WaitingQueue
+
+EVERYBODY = Tenant("")
 
 
 def request(name: str, arrival: int, priority_class: int = 0) -> Request:
     made = Request(name, [1], 1, priority_class=priority_class)
     made.arrival = arrival
+    made.current_class = priority_class
+    made.order_key = (0.0, arrival)
+    made.account = EVERYBODY
     return made
 
 

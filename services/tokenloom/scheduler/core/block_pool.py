@@ -16,8 +16,47 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What changed in the names of blocks since the last look: the net difference, in this order.
+
+    Args:
+        is_cleared: everything told before is void.
+        removed: hashes that no longer are found.
+        stored: hashes that now are, each with its parent.
+    """
+
+    is_cleared: bool
+    removed: list[bytes]
+    stored: list[tuple[bytes, bytes]]
+
+
+class _EventLog:
+    """Names gained and lost, each at most once: a name that went and came back within a look is no event."""
+
+    def __init__(self) -> None:
+        self._removed: dict[bytes, None] = {}
+        self._stored: dict[bytes, bytes] = {}
+
+    def store(self, block_hash: bytes, parent: bytes) -> None:
+        if self._removed.pop(block_hash, self) is self:
+            self._stored[block_hash] = parent
+
+    def remove(self, block_hash: bytes) -> None:
+        if self._stored.pop(block_hash, None) is None:
+            self._removed[block_hash] = None
+
+    def take(self) -> CacheEvents | None:
+        if not self._removed and not self._stored:
+            return None
+        events = CacheEvents(False, list(self._removed), list(self._stored.items()))
+        self._removed, self._stored = {}, {}
+        return events
 
 
 class BlockPool:
@@ -33,6 +72,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._parent_of: dict[bytes, bytes] = {}
+        self._events: _EventLog | None = None
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         # In order of release, least recently used first; a plain dict would scan its deleted entries at each eviction.
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -94,12 +135,19 @@ class BlockPool:
             else:
                 self._cached[block_id] = None
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Name a held block's content. If another block has that name already, this one stays without."""
+    def register(self, block_id: int, block_hash: bytes, parent: bytes = b"") -> None:
+        """Name a held block's content. If another block has that name already, this one stays without.
+
+        Args:
+            parent: the hash of the block before, or the root; for readers of events.
+        """
         assert self._ref_counts[block_id] > 0, "only a held block's content is known"
         if self._hash_of[block_id] is None and block_hash not in self._block_of:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
+            self._parent_of[block_hash] = parent
+            if self._events is not None:
+                self._events.store(block_hash, parent)
 
     def flush(self) -> int:
         """Forget the content of all cached blocks; returns how many there were. Held ones keep their names."""
@@ -119,4 +167,25 @@ class BlockPool:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         del self._block_of[block_hash]
+        del self._parent_of[block_hash]
         self._hash_of[block_id] = None
+        if self._events is not None:
+            self._events.remove(block_hash)
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def start_events(self) -> None:
+        """Remember from now on which names are gained and lost."""
+        self._events = _EventLog()
+
+    def stop_events(self) -> None:
+        """Remember no more."""
+        self._events = None
+
+    def take_events(self) -> CacheEvents | None:
+        """What changed since the last call or the start; None if nothing did or nothing is remembered."""
+        return self._events.take() if self._events is not None else None
+
+    def snapshot(self) -> list[tuple[bytes, bytes]]:
+        """All names there are, each with its parent."""
+        return list(self._parent_of.items())

@@ -39,6 +39,10 @@ class KVCache:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
+    def hash_prompt(self, request: Request) -> None:
+        """Hash the request's full blocks, so that no step has to."""
+        self._hashes(request)
+
     def find_prefix(self, request: Request) -> list[int] | None:
         """Blocks that hold the longest cached prefix of the request; leaves at least one token. Takes none of them.
 
@@ -91,8 +95,10 @@ class KVCache:
         if num_full <= request.num_hashed_blocks:
             return
         hashes = self._hashes(request)
+        parent = hashes[request.num_hashed_blocks - 1] if request.num_hashed_blocks else root_hash(request.cache_salt)
         for i in range(request.num_hashed_blocks, num_full):
-            self.pool.register(request.block_ids[i], hashes[i])
+            self.pool.register(request.block_ids[i], hashes[i], parent)
+            parent = hashes[i]
             self._stop_computing(hashes[i], request)
         request.num_hashed_blocks = num_full
 

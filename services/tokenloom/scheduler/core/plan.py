@@ -6,11 +6,28 @@ request's reader is to be told.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom.scheduler.core.request import FinishReason, PromptLogprobs, Request
+
+
+class PreemptReason(enum.Enum):
+    """Why a running request lost its blocks: for a running one's next block, a more urgent class, a tenant's share."""
+
+    BLOCKS = "blocks"
+    PRIORITY = "priority"
+    SHARE = "share"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preemption:
+    """A running request went back to the queue."""
+
+    request: Request
+    reason: PreemptReason
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +69,7 @@ class SchedulerOutput:
     step_id: int
     rows: list[ScheduledRow] = field(default_factory=list)
     finished_row_ids: list[int] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
     num_scheduled_tokens: int = 0
 
 

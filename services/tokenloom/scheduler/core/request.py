@@ -11,6 +11,8 @@ Counts, all in tokens:
     |<-- num_confirmed_tokens: KV written by plans whose results were applied -->|
 
 `num_computed_tokens` is at most `num_tokens + num_pending - 1` after a step that sampled: the newest token has no KV.
+`num_gave_way` counts preemptions for blocks or shares (preemption.py). `num_charged_tokens` counts the prompt tokens
+that the tenant was charged for or got from the cache: it never falls.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from tokenloom.scheduler.core.tenants import Tenant
 
 
 class RequestStatus(enum.Enum):
@@ -40,6 +44,14 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class WaitReason(enum.Enum):
+    """What a waiting request waits for."""
+
+    CAPACITY = "capacity"
+    PREFIX = "prefix"
+    TENANT_LIMIT = "tenant_limit"
+
+
 class RequestRefused(ValueError):
     """The request is not taken; nothing has changed.
 
@@ -47,12 +59,24 @@ class RequestRefused(ValueError):
         message: in the caller's terms.
         field: the request field at fault; empty if the engine is just full.
         is_overload: trying again later may help.
+        reason: of an overload, for programs: QUEUE_FULL, TENANT_QUEUE_FULL or TOKEN_RATE.
+        retry_after_s: seconds after which trying again helps; None: unknown.
     """
 
-    def __init__(self, message: str, *, field: str = "", is_overload: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        is_overload: bool = False,
+        reason: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.is_overload = is_overload
+        self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +90,9 @@ class Request:
         stop_token_ids: tokens that end the request, end-of-sequence included unless it is to be ignored.
         min_output_tokens: stop tokens do not count before so many tokens.
         output_token_ids: tokens generated before, for a resubmission; grows.
-        priority_class: 0 is the most urgent.
+        priority_class: 0 is the most urgent; lowered at admission to the last class that there is.
+        tenant: whom to charge.
+        submitted_s: when it was first submitted, on the caller's clock; its age counts from then.
         cache_salt: prefixes are shared under the same salt only.
         reads_prefix_cache: False computes the whole prompt (prompt logprobs need every logit).
         deadline_s: when the request expires, on the caller's clock; None: never.
@@ -80,6 +106,8 @@ class Request:
     min_output_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     priority_class: int = 0
+    tenant: str = ""
+    submitted_s: float = 0.0
     cache_salt: str = ""
     reads_prefix_cache: bool = True
     deadline_s: float | None = None
@@ -88,6 +116,10 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     arrival: int = 0
+    account: Tenant = field(default_factory=lambda: Tenant(""))
+    current_class: int = 0
+    order_key: tuple[float, int] = (0.0, 0)
+    wait_reason: WaitReason = WaitReason.CAPACITY
     row_id: int | None = None
     token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -99,7 +131,10 @@ class Request:
     num_pending: int = 0
     num_plans_in_flight: int = 0
     num_cached_tokens: int | None = None
+    num_charged_tokens: int = 0
     num_preemptions: int = 0
+    num_gave_way: int = 0
+    is_resubmission: bool = False
     num_prompt_logprobs_done: int = 0
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
 """Continuous batching: which request computes how many tokens in the next step, and with which blocks.
 
 One loop for prefill and decode: a step gives each request the tokens it lacks, `num_tokens + num_pending -
-num_computed_tokens`, under one token budget; running requests first, then waiting ones while budget, rows and blocks
-last. Prompts go in chunks of what the budget leaves. A request that finds no block preempts the request that shall run
-last; preempted requests start again from their prefix, with the tokens they have (recompute, nothing is copied).
+num_computed_tokens`, under one token budget (planner.py). Preempted requests start again from their prefix, with the
+tokens they have (recompute, nothing is copied).
 
 Several plans are in flight. `schedule()` counts on every plan that was made; `update()` applies results, strictly in
 the order of the plans. The rules (design):
@@ -18,52 +17,32 @@ the order of the plans. The rules (design):
 8. Choices of one call are requests of their own that share their prompt by rule 4.
 
 Blocks belong to a request while it runs: taken in `schedule()`, released by preempt and finish, named in `update()`.
+Tenants are charged when a token is computed for the first time: prompt tokens when planned, output tokens when sampled.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom.scheduler.core.deadlines import Deadlines
+from tokenloom.scheduler.core.admission import check_tenant_limits, find_place, refuse_what_cannot_run
+from tokenloom.scheduler.core.ageing import Ageing
+from tokenloom.scheduler.core.config import SchedulerConfig, SchedulerStats, SchedulingPolicy
 from tokenloom.scheduler.core.kv_cache import KVCache
 from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, ScheduledRow, SchedulerOutput
-from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus
-from tokenloom.scheduler.core.waiting_queue import WaitingQueue, order_of
+from tokenloom.scheduler.core.planner import Planner
+from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus, WaitReason
+from tokenloom.scheduler.core.state import CoreState
+from tokenloom.scheduler.core.tenants import Tenant, TenantPolicy
+from tokenloom.scheduler.core.timers import Timers
+from tokenloom.scheduler.core.waiting_queue import WaitingQueue
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of the batching plan.
-
-    Args:
-        max_num_seqs: most requests that run at once (rows of a plan).
-        max_num_batched_tokens: token budget of a step.
-        max_num_waiting: most requests that wait; more are refused.
-        max_model_len: longest sequence that the model takes, prompt and output, in tokens.
-        block_size: tokens per KV block.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_num_waiting: int = 1024
-    max_model_len: int = 8192
-    block_size: int = 16
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the start."""
-
-    num_preemptions: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_wasted_rows: int = 0
+__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats", "SchedulingPolicy"]
 
 
 class Scheduler:
-    """The engine core.
+    """The engine core. All times are seconds on one monotonic clock, the caller's.
 
     Args:
         config: limits.
@@ -71,19 +50,39 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
-        self.config = config
-        self.kv = KVCache(num_blocks, config.block_size)
-        self.stats = SchedulerStats()
-        self.waiting = WaitingQueue()
-        self.running: list[Request] = []
-        self.plans_in_flight: deque[SchedulerOutput] = deque()
-        self._requests: dict[str, Request] = {}
-        self._deadlines = Deadlines()
-        self._released_row_ids: list[int] = []
-        self._preempted: list[Request] = []
+        ageing = Ageing(config.ageing_s if config.is_fair else 0.0, config.num_priority_classes)
+        kv = KVCache(num_blocks, config.block_size)
+        self._state = CoreState(config, kv, WaitingQueue(config.is_fair), ageing)
+        self._planner = Planner(self._state)
+        self._deadlines = Timers()
         self._next_arrival = 0
-        self._next_row_id = 1
         self._next_step_id = 1
+        self.plans_in_flight: deque[SchedulerOutput] = deque()
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The limits in force."""
+        return self._state.config
+
+    @property
+    def kv(self) -> KVCache:
+        """Block tables and prefix cache; another object after `reset`."""
+        return self._state.kv
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counters."""
+        return self._state.stats
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests that run, by class and age."""
+        return self._state.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Requests that wait."""
+        return self._state.waiting
 
     @property
     def max_request_tokens(self) -> int:
@@ -93,197 +92,116 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         """Requests alive."""
-        return len(self._requests)
+        return len(self._state.requests)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests that wait."""
+        return self.waiting.num_tokens
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        """Tenants by name: all that have requests or a policy, and those seen lately."""
+        return self._state.tenants.by_name
 
     def find(self, request_id: str) -> Request | None:
         """A living request."""
-        return self._requests.get(request_id)
+        return self._state.requests.get(request_id)
 
-    def add_request(self, request: Request, *, is_resubmission: bool = False) -> None:
-        """Take a request into the queue; lowers its `max_output_tokens` to what fits.
+    def count_waiting(self) -> dict[WaitReason, int]:
+        """Requests that wait, by what for, as of the last plan."""
+        counts = dict.fromkeys(WaitReason, 0)
+        for request in self.waiting:
+            counts[WaitReason.TENANT_LIMIT if request.account.is_at_limit else request.wait_reason] += 1
+        return counts
+
+    # --- arrivals -----------------------------------------------------------------------------------------------
+
+    def set_tenant(self, name: str, policy: TenantPolicy) -> None:
+        """Set what a tenant may have, from now on; requests that run or wait stay."""
+        self._state.tenants.define(name, policy)
+
+    def add_request(
+        self, request: Request, now_s: float = 0.0, *, is_resubmission: bool = False
+    ) -> RequestOutput | None:
+        """Take a request into the queue; lowers its `max_output_tokens` to what fits and hashes its prompt.
 
         Args:
-            is_resubmission: it was taken before and lost with its engine: exempt from the queue's bound.
+            is_resubmission: it was taken before and lost with its engine: exempt from bounds, limits and from the
+                charge for what it has.
+
+        Returns: the end of a waiting request that lost its place in the full queue to this one, or None.
 
         Raises: RequestRefused; nothing has changed then.
         """
-        self._refuse_what_cannot_run(request)
-        if len(self.waiting) >= self.config.max_num_waiting and not is_resubmission:
-            raise RequestRefused(
-                f"{len(self.waiting)} requests wait already; the most is {self.config.max_num_waiting}",
-                is_overload=True,
-            )
-        request.max_output_tokens = min(request.max_output_tokens, self._room_for_output(request))
-        request.arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
-        self._requests[request.request_id] = request
-        self.waiting.add(request)
-        self._deadlines.add(request, num_living=len(self._requests))
-
-    def _room_for_output(self, request: Request) -> int:
-        return self.max_request_tokens - request.num_prompt_tokens
-
-    def _refuse_what_cannot_run(self, request: Request) -> None:
-        room, num_output = self._room_for_output(request), len(request.output_token_ids)
-        if request.num_prompt_tokens == 0:
-            raise RequestRefused("the prompt is empty; it needs at least one token", field="prompt")
-        if room < 1:
-            raise RequestRefused(
-                f"the prompt has {request.num_prompt_tokens} tokens and leaves no room for output: prompt and output "
-                f"together can have {self.max_request_tokens}",
-                field="prompt",
-            )
-        if request.max_output_tokens < 1:
-            raise RequestRefused(
-                f"max_tokens is {request.max_output_tokens}; at least 1 token is generated", field="max_tokens"
-            )
-        if num_output >= min(room, request.max_output_tokens):
-            raise RequestRefused(
-                f"the resumed output has {num_output} tokens and may have {min(room, request.max_output_tokens)}: "
-                "nothing is left to generate",
-                field="resume_token_ids",
-            )
-        if num_output >= max(1, request.min_output_tokens) and request.output_token_ids[-1] in request.stop_token_ids:
-            raise RequestRefused("the resumed output ends with a stop token already", field="resume_token_ids")
-        if request.request_id in self._requests:
+        refuse_what_cannot_run(request, self.max_request_tokens)
+        if request.request_id in self._state.requests:
             raise RequestRefused(f"request id {request.request_id!r} is in use", field="request_id")
+        tenant = request.account = self._state.tenants.get(request.tenant)
+        gives_way = None
+        if not is_resubmission:
+            check_tenant_limits(request, self._state.tenants, now_s)
+            gives_way = find_place(request, self.waiting, self._state.tenants, self.config.queue_limits)
+            if tenant.bucket is not None:
+                tenant.bucket.take(request.num_prompt_tokens)
+        displaced = self._displace(gives_way) if gives_way is not None else None
+        request.is_resubmission = is_resubmission
+        request.num_charged_tokens = request.num_prompt_tokens if is_resubmission else 0
+        request.max_output_tokens = min(request.max_output_tokens, self.max_request_tokens - request.num_prompt_tokens)
+        request.arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
+        self._state.requests[request.request_id] = request
+        self._state.tenants.join(tenant)
+        self._set_order(request, now_s)
+        self.waiting.add(request)
+        self._state.tenants.note_alive(tenant)
+        self.kv.hash_prompt(request)
+        return displaced
+
+    def _set_order(self, request: Request, now_s: float) -> None:
+        """Give a new request its class and its place within its tenant; watch its deadline."""
+        num_living = len(self._state.requests)
+        if request.deadline_s is not None:
+            self._deadlines.add(request.deadline_s, request, num_living)
+        if not self.config.is_fair:
+            request.current_class, request.order_key = 0, (request.submitted_s, request.arrival)
+            return
+        due_s = request.submitted_s + self.config.patience_s
+        if request.deadline_s is not None:
+            due_s = min(due_s, request.deadline_s)
+        request.order_key = (due_s, request.arrival)
+        request.current_class = self._state.ageing.class_of(request, now_s)
+        self._state.ageing.watch(request, num_living)
+
+    def _displace(self, request: Request) -> RequestOutput:
+        error = RequestRefused(
+            f"the queue is full ({len(self.waiting)} requests), and a tenant with fewer requests in it came",
+            is_overload=True,
+            reason="QUEUE_FULL",
+        )
+        self.stats.num_displaced += 1
+        return self._finish(request, FinishReason.ERROR, error)
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """Make the next plan and count it as in flight; None, and nothing is in flight, if no row can run now."""
-        plan = SchedulerOutput(self._next_step_id)
-        num_preempted = len(self._preempted)
-        self._schedule_running(plan)
-        if len(self._preempted) == num_preempted:
-            self._admit_waiting(plan)
-        if not plan.rows:
-            return None
-        return self._put_in_flight(plan)
+        plan = self._planner.plan(self._next_step_id, now_s)
+        return self._put_in_flight(plan) if plan.rows else None
 
     def release_rows(self) -> SchedulerOutput | None:
         """A plan without rows that tells an idle executor which rows ended; None if it knows or is not idle."""
-        if self.plans_in_flight or not self._released_row_ids:
+        if self.plans_in_flight or not self._state.released_row_ids:
             return None
         return self._put_in_flight(SchedulerOutput(self._next_step_id))
 
     def _put_in_flight(self, plan: SchedulerOutput) -> SchedulerOutput:
-        plan.finished_row_ids, self._released_row_ids = self._released_row_ids, []
-        plan.preempted, self._preempted = self._preempted, []
+        state = self._state
+        plan.finished_row_ids, state.released_row_ids = state.released_row_ids, []
+        plan.preempted, state.preempted = state.preempted, []
+        self.stats.num_computed_tokens += plan.num_scheduled_tokens
         self._next_step_id += 1
         self.plans_in_flight.append(plan)
         return plan
-
-    def _schedule_running(self, plan: SchedulerOutput) -> None:
-        index = 0
-        while index < len(self.running) and (budget_left := self._budget_left(plan)):
-            request = self.running[index]
-            index += 1
-            if request.needs_no_more_plans:
-                continue
-            num_new = self._chunk(request, budget_left, num_others_waiting=len(self.waiting))
-            new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new)
-            if new_block_ids is None:
-                return  # the request itself was preempted; it was the last one
-            self._plan_row(plan, request, num_new, new_block_ids)
-
-    def _admit_waiting(self, plan: SchedulerOutput) -> None:
-        admitted: list[Request] = []
-        num_skipped = 0
-        for request in self.waiting:
-            if len(self.running) + len(admitted) >= self.config.max_num_seqs:
-                break
-            if plan.num_scheduled_tokens >= self.config.max_num_batched_tokens or request.num_plans_in_flight:
-                break  # (rule 2) the blocks it gave up are not for those behind it
-            found = self.kv.find_prefix(request)
-            if found is None:
-                num_skipped += 1  # (rule 4)
-                if num_skipped >= self.config.max_num_seqs:
-                    break  # a step's cost does not grow with the queue
-                continue
-            if not self._fits(request, found):
-                break
-            self._admit(plan, request, found)
-            admitted.append(request)
-        if admitted:
-            for request in admitted:
-                self.waiting.remove(request)
-            self.running += admitted
-            self.running.sort(key=order_of)
-
-    def _admit(self, plan: SchedulerOutput, request: Request, found: list[int]) -> None:
-        self.kv.open_table(request, found)
-        num_cached = len(found) * self.config.block_size
-        request.status = RequestStatus.RUNNING
-        request.row_id, self._next_row_id = self._next_row_id, self._next_row_id + 1
-        request.num_computed_tokens = request.num_confirmed_tokens = num_cached
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-            self.stats.num_prefix_queried_tokens += request.num_prompt_tokens
-            self.stats.num_prefix_hit_tokens += request.num_cached_tokens
-        num_new = self._chunk(request, self._budget_left(plan), num_others_waiting=len(self.waiting) - 1)
-        new_block_ids = self.kv.allocate_slots(request, num_cached + num_new)
-        assert new_block_ids is not None, "what fits can be allocated"
-        self._plan_row(plan, request, num_new, found + new_block_ids, is_new=True)
-
-    def _fits(self, request: Request, found: list[int]) -> bool:
-        """The blocks for all known tokens are free, so that the request is not preempted at once."""
-        needed = self.kv.num_blocks_for(request.num_tokens) - len(found)
-        return needed + self.kv.pool.count_cached(found) <= self.kv.pool.num_free_blocks
-
-    def _chunk(self, request: Request, budget_left: int, num_others_waiting: int) -> int:
-        """Tokens of `request` for this step: what it lacks, but while other prompts want to run half of the budget."""
-        budget = self.config.max_num_batched_tokens
-        half = max(1, budget // 2)
-        num_new = min(request.num_lacking_tokens, budget_left)
-        if num_new <= half:
-            return num_new
-        others = [other for other in self.running if other is not request]
-        if num_others_waiting or any(other.num_lacking_tokens > 1 for other in others):
-            return half
-        return min(num_new, max(half, budget - len(others)))  # each of the others decodes one token
-
-    def _budget_left(self, plan: SchedulerOutput) -> int:
-        return self.config.max_num_batched_tokens - plan.num_scheduled_tokens
-
-    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for `request`, from the last running ones if need be; None if it had to be preempted itself."""
-        while (new_block_ids := self.kv.allocate_slots(request, num_tokens)) is None:
-            victim = self.running.pop()
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return new_block_ids
-
-    def _plan_row(
-        self, plan: SchedulerOutput, request: Request, num_new: int, new_block_ids: list[int], *, is_new: bool = False
-    ) -> None:
-        assert request.row_id is not None
-        start, num_pending = request.num_computed_tokens, request.num_pending
-        samples = num_new == request.num_lacking_tokens
-        feeds_back = samples and num_pending > 0
-        plan.rows.append(
-            ScheduledRow(request, request.row_id, num_new, start, new_block_ids, is_new, feeds_back, samples)
-        )
-        plan.num_scheduled_tokens += num_new
-        request.num_computed_tokens = start + num_new
-        request.num_plans_in_flight += 1
-        if samples:
-            request.num_pending = num_pending + 1
-
-    def _preempt(self, request: Request) -> None:
-        self._leave_running(request)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self.waiting.add(request)
-        self._preempted.append(request)
-
-    def _leave_running(self, request: Request) -> None:
-        assert request.row_id is not None
-        self._released_row_ids.append(request.row_id)
-        request.row_id = None
-        request.num_computed_tokens = request.num_confirmed_tokens = 0
-        self.kv.close_table(request)
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -319,6 +237,7 @@ class Scheduler:
             told.token_ids, told.logprobs = sampled.token_ids, sampled.logprobs
             for token_id in sampled.token_ids:
                 reason = request.append_output(token_id)
+            self._charge_output(request, len(sampled.token_ids))
         run = output.prompt_logprobs.get(row.row_id)
         if run is not None and (run := run.since(request.num_prompt_logprobs_done)) is not None:
             request.num_prompt_logprobs_done = run.end_position
@@ -330,11 +249,19 @@ class Scheduler:
             told.finish_reason = reason
         return told if told.token_ids or told.prompt_logprobs is not None else None
 
+    def _charge_output(self, request: Request, num_tokens: int) -> None:
+        tenant = request.account
+        tenant.serve(num_tokens, self.config.output_token_charge)
+        if tenant.bucket is not None:
+            tenant.bucket.take(num_tokens)
+        if request.status is RequestStatus.WAITING:
+            self.waiting.note_grown(request, num_tokens)
+
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, reason: FinishReason) -> RequestOutput | None:
         """End a request from outside (abort, stop string); None if it is not alive. Its blocks are free at once."""
-        request = self._requests.get(request_id)
+        request = self._state.requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
     def expire(self, now_s: float) -> list[RequestOutput]:
@@ -348,13 +275,16 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, error: Any = None) -> RequestOutput:
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            self._leave_running(request)
+            self._state.leave_running(request)
         else:
             self.waiting.remove(request)
+            self._state.tenants.note_left_queue(request.account)
+        if request.account.bucket is not None and request.num_cached_tokens is None and not request.is_resubmission:
+            request.account.bucket.take(-request.num_prompt_tokens)  # nothing was computed for it
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        del self._requests[request.request_id]
+        del self._state.requests[request.request_id]
+        self._state.tenants.note_ended(request.account)
         return RequestOutput(request, len(request.output_token_ids), finish_reason=reason, error=error)
 
     def reset(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
@@ -366,20 +296,27 @@ class Scheduler:
             num_blocks: blocks of the new executor; what no longer fits into them ends with an error.
             config: the limits that hold with it; None: the old ones.
         """
-        self.config = config or self.config
         self.plans_in_flight.clear()
-        self._released_row_ids = []
-        self.kv = KVCache(num_blocks, self.config.block_size)
-        for request in self.running:
+        state = self._state
+        state.released_row_ids = []
+        if config is not None and config.block_size != state.config.block_size:
+            for request in state.requests.values():
+                request.block_hashes = []
+        state.config = config or state.config
+        state.kv = KVCache(num_blocks, state.config.block_size)
+        self._planner = Planner(state)
+        for request in state.running:
+            request.account.num_running -= 1
+            request.account.num_held_blocks = 0
             request.status = RequestStatus.WAITING
             request.row_id = None
             request.block_ids = []
             request.num_hashed_blocks = 0
             request.num_computed_tokens = request.num_confirmed_tokens = 0
             self.waiting.add(request)
-        self.running = []
+        state.running = []
         news = []
-        for request in list(self._requests.values()):
+        for request in list(self._state.requests.values()):
             request.num_plans_in_flight = request.num_pending = 0
             if request.num_tokens >= self.max_request_tokens:
                 error = RequestRefused(

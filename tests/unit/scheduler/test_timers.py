@@ -1,8 +1,8 @@
 """Requests expire in time; those that ended are neither expired nor kept."""
 
-from tokenloom.scheduler.core.deadlines import Deadlines
 from tokenloom.scheduler.core.request import FinishReason, Request
 from tokenloom.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenloom.scheduler.core.timers import Timers
 
 
 def scheduler_with(deadlines: dict[str, float | None]) -> Scheduler:
@@ -31,10 +31,10 @@ def test_request_that_ended_does_not_expire() -> None:
 
 
 def test_ended_requests_with_far_deadlines_do_not_pile_up() -> None:
-    deadlines = Deadlines()
+    timers = Timers()
     for arrival in range(10_000):
-        request = Request(str(arrival), [1], 1, deadline_s=1e9)
+        request = Request(str(arrival), [1], 1)
         request.arrival = arrival
-        deadlines.add(request, num_living=1)
+        timers.add(1e9, request, num_living=1)
         request.finish_reason = FinishReason.LENGTH
-    assert len(deadlines) < 100
+    assert len(timers) < 100

@@ -1,0 +1,125 @@
+"""Which requests are taken: what can never run is refused, and so is what finds the queue full.
+
+A full queue is shared like everything else: a request of a tenant that holds less than its share of the queue takes the
+place of one that never ran, of the tenant furthest over its share. So a flood cannot lock others out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenloom.scheduler.core.request import Request, RequestRefused
+from tokenloom.scheduler.core.tenants import Tenant, Tenants
+from tokenloom.scheduler.core.waiting_queue import WaitingQueue
+
+
+def refuse_what_cannot_run(request: Request, max_request_tokens: int) -> None:
+    """Check a request against what context and KV memory hold.
+
+    Args:
+        max_request_tokens: longest request, prompt and output.
+
+    Raises: RequestRefused naming the field.
+    """
+    room, num_output = max_request_tokens - request.num_prompt_tokens, len(request.output_token_ids)
+    if request.num_prompt_tokens == 0:
+        raise RequestRefused("the prompt is empty; it needs at least one token", field="prompt")
+    if room < 1:
+        raise RequestRefused(
+            f"the prompt has {request.num_prompt_tokens} tokens and leaves no room for output: prompt and output "
+            f"together can have {max_request_tokens}",
+            field="prompt",
+        )
+    if request.max_output_tokens < 1:
+        raise RequestRefused(
+            f"max_tokens is {request.max_output_tokens}; at least 1 token is generated", field="max_tokens"
+        )
+    if num_output >= min(room, request.max_output_tokens):
+        raise RequestRefused(
+            f"the resumed output has {num_output} tokens and may have {min(room, request.max_output_tokens)}: "
+            "nothing is left to generate",
+            field="resume_token_ids",
+        )
+    if num_output >= max(1, request.min_output_tokens) and request.output_token_ids[-1] in request.stop_token_ids:
+        raise RequestRefused("the resumed output ends with a stop token already", field="resume_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue.
+
+    Args:
+        max_num_waiting: requests.
+        max_num_waiting_tokens: tokens of all of them; one request alone may have more.
+    """
+
+    max_num_waiting: int
+    max_num_waiting_tokens: int
+
+
+def check_tenant_limits(request: Request, tenants: Tenants, now_s: float) -> None:
+    """Refuse what is beyond the limits of the request's own tenant. Raises: RequestRefused; nothing has changed."""
+    tenant = request.account
+    limit = tenant.policy.max_num_waiting
+    if limit is not None and tenant.num_waiting >= limit:
+        raise RequestRefused(
+            f"{tenant.num_waiting} requests of this tenant wait already; the most is {limit}",
+            is_overload=True,
+            reason="TENANT_QUEUE_FULL",
+        )
+    bucket = tenants.bucket_of(tenant, now_s)
+    wait_s = bucket.wait_s(request.num_prompt_tokens, now_s) if bucket is not None else 0.0
+    if bucket is not None and wait_s > 0:
+        raise RequestRefused(
+            f"the tenant's limit of {bucket.per_minute} tokens per minute is used up; there is room for "
+            f"{request.num_prompt_tokens} more in {wait_s:.1f} s",
+            is_overload=True,
+            reason="TOKEN_RATE",
+            retry_after_s=wait_s,
+        )
+
+
+def find_place(request: Request, waiting: WaitingQueue, tenants: Tenants, limits: QueueLimits) -> Request | None:
+    """See whether the queue has room for a request.
+
+    Returns: None if it has; otherwise the waiting request whose place it takes.
+
+    Raises: RequestRefused if it gets no place; nothing has changed.
+    """
+    if _has_room(request, waiting, limits, leaving=None):
+        return None
+    gives_way = _gives_way_to(request, waiting, tenants, limits)
+    if gives_way is not None and _has_room(request, waiting, limits, leaving=gives_way):
+        return gives_way
+    if len(waiting) >= limits.max_num_waiting:
+        what = f"{len(waiting)} requests wait already; the most is {limits.max_num_waiting}"
+    else:
+        what = f"{waiting.num_tokens} tokens wait already; the most is {limits.max_num_waiting_tokens}"
+    raise RequestRefused(what, is_overload=True, reason="QUEUE_FULL")
+
+
+def _has_room(request: Request, waiting: WaitingQueue, limits: QueueLimits, leaving: Request | None) -> bool:
+    num_waiting, num_tokens = len(waiting), waiting.num_tokens
+    if leaving is not None:
+        num_waiting, num_tokens = num_waiting - 1, num_tokens - leaving.num_tokens
+    if num_waiting == 0:
+        return True
+    return num_waiting < limits.max_num_waiting and num_tokens + request.num_tokens <= limits.max_num_waiting_tokens
+
+
+def _gives_way_to(request: Request, waiting: WaitingQueue, tenants: Tenants, limits: QueueLimits) -> Request | None:
+    newcomer = request.account
+
+    def shares_held(tenant: Tenant, more_requests: int = 0, more_tokens: int = 0) -> float:
+        """How many times its share of the queue the tenant has, or would have with more."""
+        num_requests = tenants.share(tenant, limits.max_num_waiting, newcomer)
+        num_tokens = tenants.share(tenant, limits.max_num_waiting_tokens, newcomer)
+        return max(
+            (tenant.num_waiting + more_requests) / num_requests, (tenant.num_waiting_tokens + more_tokens) / num_tokens
+        )
+
+    if shares_held(newcomer, 1, request.num_tokens) > 1:
+        return None
+    others = [tenant for tenant in tenants.alive if tenant is not newcomer]
+    worst = max(others, key=shares_held, default=None)
+    return waiting.last_of(worst) if worst is not None and shares_held(worst) > 1 else None
