@@ -148,9 +148,9 @@ def test_a_deadline_ends_a_request_also_while_it_waits(tmp_path: Path) -> None:
         async with scheduler_on(tmp_path, FakeExecutor(step_s=0.01), max_num_seqs=1):
             tokenizer = Tokenizer(tmp_path)
             await tokenizer.open()
-            await tokenizer.send(
-                submits=[submit(1, [5], 240, remaining_time_ms=1000), submit(2, [6], 10, remaining_time_ms=50)]
-            )
+            await tokenizer.send(submits=[submit(1, [5], 240, remaining_time_ms=1000)])
+            await tokenizer.read()
+            await tokenizer.send(submits=[submit(2, [6], 10, remaining_time_ms=50)])
             await tokenizer.read_until_ended(1, 2)
             assert tokenizer.finished[1].reason == engine_pb2.ENGINE_FINISH_REASON_DEADLINE
             assert 0 < len(tokenizer.tokens[1]) < 240

@@ -168,7 +168,7 @@ def test_the_cluster_credential_guards_every_method(tmp_path: Path) -> None:
         await stage.start()
         channel: Any = make_channel(f"unix:{tmp_path}/scheduler.sock")
         methods = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].methods
-        assert len(methods) == 5
+        assert len(methods) == 7
         for method in methods:
             for metadata in ((), bearer_metadata("wrong")):
                 call = channel.stream_stream(f"/tokenloom.api.v1.EngineService/{method.name}")(metadata=metadata)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.scheduler.config import SchedulerSettings
-from tokenloom.scheduler.core.scheduler import SchedulerConfig
+from tokenloom.scheduler.core.scheduler import SchedulerConfig, SchedulingPolicy
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,18 @@ class Capabilities:
         return min(self.max_num_blocks, settings.num_blocks or self.max_num_blocks)
 
     def scheduler_config(self, settings: SchedulerSettings) -> SchedulerConfig:
-        """The core's limits: the lower of what was set and what the executor can."""
+        """The core's limits: the lower of what was set and what the executor can. A row needs a token of the budget."""
+        max_num_batched_tokens = min(settings.max_num_batched_tokens, self.max_num_batched_tokens)
         return SchedulerConfig(
-            max_num_seqs=min(settings.max_num_seqs, self.max_num_seqs),
-            max_num_batched_tokens=min(settings.max_num_batched_tokens, self.max_num_batched_tokens),
+            max_num_seqs=min(settings.max_num_seqs, self.max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=settings.max_num_waiting,
+            max_num_waiting_tokens=settings.max_num_waiting_tokens,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
+            policy=SchedulingPolicy(settings.scheduling_policy),
+            num_priority_classes=settings.num_priority_classes,
+            ageing_s=settings.ageing_s,
+            prompt_token_charge=settings.prompt_token_charge,
+            output_token_charge=settings.output_token_charge,
         )

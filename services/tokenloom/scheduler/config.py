@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tokenloom.common.config import (
@@ -13,11 +14,29 @@ from tokenloom.common.config import (
     positive_seconds,
     setting,
 )
+from tokenloom.common.errors import SetupError
+
+_MAX_PLANS_IN_FLIGHT = 3
+
+
+def _plans_in_flight(text: str) -> int:
+    if not 1 <= (value := int(text)) <= _MAX_PLANS_IN_FLIGHT:
+        raise ValueError
+    return value
+
+
+def _charge(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return value
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """All settings of `tokenloom scheduler`."""
+    """All settings of `tokenloom scheduler`.
+
+    Raises: SetupError if values that are fine alone do not go together.
+    """
 
     process: ProcessSettings
     listen: str = setting("127.0.0.1:50052", "Where tokenizers connect: host:port or unix:PATH.")
@@ -29,10 +48,38 @@ class SchedulerSettings:
         512, "Token budget of a step; the executor's own limit may be lower.", parse=positive_int
     )
     max_num_waiting: int = setting(1024, "Most requests that wait; more are refused at once.", parse=positive_int)
+    max_num_waiting_tokens: int = setting(
+        1_000_000, "Most tokens of all requests that wait; more are refused at once.", parse=positive_int
+    )
+    scheduling_policy: str = setting(
+        "fair", "Order of service: by class, tenant and deadline, or plainly by arrival.", choices=("fair", "fcfs")
+    )
+    num_priority_classes: int = setting(
+        4, "Classes of requests; 0 is the most urgent, what is above the last one counts as that.", parse=positive_int
+    )
+    ageing_s: float = setting(
+        30.0, "Seconds of age after which a request moves up one class; 0: never.", parse=non_negative_seconds
+    )
+    prompt_token_charge: float = setting(
+        1.0,
+        "What a tenant pays for a prompt token that was not cached, in virtual tokens.",
+        parse=_charge,
+        form="a number of at least 0",
+    )
+    output_token_charge: float = setting(
+        2.0, "What a tenant pays for an output token.", parse=_charge, form="a number of at least 0"
+    )
+    max_metric_tenants: int = setting(
+        0,
+        "Tenants that have metrics of their own; the others are summed as `other`. 0: no metrics by tenant.",
+        parse=non_negative_int,
+    )
     num_blocks: int = setting(
         0, "KV blocks to use, the null block included; 0: all that the executor has.", parse=non_negative_int
     )
-    plans_in_flight: int = setting(2, "Plans that the executor has at a time, 1 to 3.", parse=positive_int)
+    plans_in_flight: int = setting(
+        2, "Plans that the executor has at a time, 1 to 3.", parse=_plans_in_flight, form="1, 2 or 3"
+    )
     takeover_s: float = setting(
         10.0, "Seconds that requests of a lost session wait for a new one.", parse=non_negative_seconds
     )
@@ -47,3 +94,14 @@ class SchedulerSettings:
     record_dir: str = setting(
         "", "Save the recorder's steps into this folder when the executor is lost or a step fails. Empty: nowhere."
     )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.plans_in_flight <= _MAX_PLANS_IN_FLIGHT:
+            raise SetupError(f"--plans-in-flight: {self.plans_in_flight} is not accepted; expected 1, 2 or 3")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SetupError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens} and --max-num-seqs {self.max_num_seqs}; "
+                "each running request computes a token per step, so the budget must be at least as large"
+            )
+        if self.prompt_token_charge == self.output_token_charge == 0:
+            raise SetupError("--prompt-token-charge and --output-token-charge are both 0; one must be above 0")

@@ -1,7 +1,8 @@
-"""Protobuf to domain types and back; the only module of this stage that sees both."""
+"""Protobuf to domain types and back; only this module and watch_convert.py see both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,12 @@ from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.block_hash import HASH_SCHEME
 from tokenloom.scheduler.core.plan import ModelOutput, RowOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, PromptLogprobs, Request
-from tokenloom.scheduler.frames import Frame
+from tokenloom.scheduler.core.tenants import TenantPolicy
+from tokenloom.scheduler.frames import Frame, TokenColumns
+from tokenloom.scheduler.load import LoadState
 
 _UNLIMITED = 1 << 31
+_MAX_TENANT_BYTES = 256
 _REASON_TO_PROTO = {
     FinishReason.STOP_TOKEN: engine_pb2.ENGINE_FINISH_REASON_STOP_TOKEN,
     FinishReason.LENGTH: engine_pb2.ENGINE_FINISH_REASON_LENGTH,
@@ -50,34 +54,42 @@ class Logprobs:
 def request_of(submit: engine_pb2.Submit, capabilities: Capabilities, now_s: float) -> Request:
     """The request that a Submit asks for.
 
+    Args:
+        now_s: on the engine's clock; deadline and age count from it.
+
     Raises: InvalidArgument naming the field.
     """
-    _check_ids(submit.prompt_token_ids, capabilities.vocab_size, "prompt")
-    _check_ids(submit.resume_token_ids, capabilities.vocab_size, "resume_token_ids")
+    prompt_token_ids, resume_token_ids = list(submit.prompt_token_ids), list(submit.resume_token_ids)
+    _check_ids(prompt_token_ids, capabilities.vocab_size, "prompt")
+    _check_ids(resume_token_ids, capabilities.vocab_size, "resume_token_ids")
     _check_ids(submit.stop.stop_token_ids, capabilities.vocab_size, "stop_token_ids")
     _check_sampling(submit.sampling, capabilities)
+    _check_tenant(submit.tenant)
     if not submit.request_id:
         raise InvalidArgument("a request needs an id", field="request_id")
-    stop_token_ids = frozenset(submit.stop.stop_token_ids)
-    if not submit.stop.ignore_eos:
-        stop_token_ids |= frozenset(capabilities.eos_token_ids)
     max_output_tokens = submit.stop.max_tokens if submit.stop.HasField("max_tokens") else _UNLIMITED
     if max_output_tokens < 1:
         raise InvalidArgument("max_tokens is 0; at least one token is generated", field="max_tokens")
-    deadline_s = now_s + submit.remaining_time_ms / 1000 if submit.HasField("remaining_time_ms") else None
     return Request(
         submit.request_id,
-        prompt_token_ids=list(submit.prompt_token_ids),
+        prompt_token_ids=prompt_token_ids,
         max_output_tokens=max_output_tokens,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=_stop_token_ids(submit.stop, capabilities),
         min_output_tokens=submit.stop.min_tokens,
-        output_token_ids=list(submit.resume_token_ids),
+        output_token_ids=resume_token_ids,
         priority_class=submit.priority_class,
+        tenant=submit.tenant,
+        submitted_s=now_s - submit.age_ms / 1000,
         cache_salt=submit.cache_salt,
         reads_prefix_cache=not submit.sampling.HasField("num_prompt_logprobs"),
-        deadline_s=deadline_s,
+        deadline_s=now_s + submit.remaining_time_ms / 1000 if submit.HasField("remaining_time_ms") else None,
         payload=RowPayload(submit.sampling, submit.stop),
     )
+
+
+def _stop_token_ids(stop: common_pb2.StopConditions, capabilities: Capabilities) -> frozenset[int]:
+    asked = frozenset(stop.stop_token_ids)
+    return asked if stop.ignore_eos else asked | frozenset(capabilities.eos_token_ids)
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, field_name: str) -> None:
@@ -92,6 +104,35 @@ def _check_sampling(sampling: common_pb2.SamplingParams, capabilities: Capabilit
     for name, value in (("logprobs", sampling.num_logprobs), ("prompt_logprobs", sampling.num_prompt_logprobs)):
         if value > capabilities.max_num_logprobs:
             raise InvalidArgument(f"{name} is {value}; the most is {capabilities.max_num_logprobs}", field=name)
+
+
+def _check_tenant(name: str) -> None:
+    if (num_bytes := len(name.encode())) > _MAX_TENANT_BYTES:
+        raise InvalidArgument(
+            f"the tenant's name has {num_bytes} bytes; the most is {_MAX_TENANT_BYTES}", field="tenant"
+        )
+
+
+def tenant_policy_of(proto: engine_pb2.TenantPolicy) -> TenantPolicy:
+    """What a tenant may have.
+
+    Raises: InvalidArgument naming the field.
+    """
+    _check_tenant(proto.tenant)
+    weight = proto.weight if proto.HasField("weight") else 1.0
+    if not 0 < weight < math.inf:
+        raise InvalidArgument(
+            f"the weight of tenant {proto.tenant!r} is {weight}; it must be finite and above 0", field="tenants.weight"
+        )
+    limits: dict[str, int | None] = {}
+    for name in ("max_num_running", "max_num_waiting", "max_tokens_per_minute"):
+        limits[name] = getattr(proto, name) if proto.HasField(name) else None
+        if limits[name] == 0:
+            raise InvalidArgument(
+                f"{name} of tenant {proto.tenant!r} is 0; it must be at least 1, or absent for no limit",
+                field=f"tenants.{name}",
+            )
+    return TenantPolicy(weight, **limits)
 
 
 def finish_reason_of(proto: int) -> FinishReason:
@@ -123,7 +164,8 @@ def welcome(capabilities: Capabilities, epoch: str, max_model_len: int, max_num_
 
 def response_of(frame: Frame) -> engine_pb2.EngineServiceSessionResponse:
     """A frame as one message of packed columns."""
-    response = engine_pb2.EngineServiceSessionResponse(draining=frame.is_draining)
+    load = None if frame.load is None else load_proto(frame.load)
+    response = engine_pb2.EngineServiceSessionResponse(load=load, draining=frame.is_draining)
     for handle, error in frame.rejected:
         response.rejected.add(handle=handle, error=to_proto(error))
     for handle, num_cached_tokens in frame.accepted:
@@ -136,8 +178,8 @@ def response_of(frame: Frame) -> engine_pb2.EngineServiceSessionResponse:
             token_ids=run.token_ids,
             logprobs=run.logprobs,
         )
-    if frame.tokens:
-        _fill_outputs(response.outputs, frame)
+    if frame.tokens.handles:
+        _fill_outputs(response.outputs, frame.tokens)
     for row in frame.finished:
         response.finished.add(
             handle=row.handle,
@@ -148,17 +190,28 @@ def response_of(frame: Frame) -> engine_pb2.EngineServiceSessionResponse:
     return response
 
 
-def _fill_outputs(outputs: engine_pb2.StepOutputs, frame: Frame) -> None:
-    rows = frame.tokens
-    outputs.handles.extend([row.handle for row in rows])
-    outputs.first_token_indexes.extend([row.first_token_index for row in rows])
-    outputs.num_tokens.extend([len(row.token_ids) for row in rows])
-    outputs.token_ids.extend([token_id for row in rows for token_id in row.token_ids])
-    outputs.num_logprobs_per_token.extend([row.logprobs.num_per_token if row.logprobs else 0 for row in rows])
-    for row in rows:
-        if row.logprobs is not None:
-            outputs.logprob_token_ids.extend(row.logprobs.token_ids)
-            outputs.logprobs.extend(row.logprobs.logprobs)
+def _fill_outputs(outputs: engine_pb2.StepOutputs, tokens: TokenColumns) -> None:
+    outputs.handles.extend(tokens.handles)
+    outputs.first_token_indexes.extend(tokens.first_token_indexes)
+    outputs.num_tokens.extend(tokens.num_tokens)
+    outputs.token_ids.extend(tokens.token_ids)
+    outputs.num_logprobs_per_token.extend(tokens.num_logprobs_per_token)
+    outputs.logprob_token_ids.extend(tokens.logprob_token_ids)
+    outputs.logprobs.extend(tokens.logprobs)
+
+
+def load_proto(load: LoadState) -> engine_pb2.Load:
+    """How busy the engine is."""
+    return engine_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_waiting_tokens=load.num_waiting_tokens,
+        tokens_per_second=load.tokens_per_second,
+        num_cached_blocks=load.num_cached_blocks,
+        max_num_seqs=load.max_num_seqs,
+    )
 
 
 # --- scheduler <-> executor -------------------------------------------------------------------------------------

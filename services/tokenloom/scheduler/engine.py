@@ -1,45 +1,40 @@
-"""The step loop: requests in, plans to the executor, results to the requests' readers.
+"""The engine: requests in, plans to the executor, results to the requests' readers.
 
 There is no loop to see: every event (a frame from a tokenizer, a result from the executor, a deadline) changes the core
 and then calls `_pump`, which makes plans while the executor takes more. All of it runs on one event loop without
 awaiting, so nothing is locked and a reader can never hold a step back.
 
-Threads of control that end here: sessions (servicer.py), the executor's results (executor_client.py), timers.
+Threads of control that end here: sessions (servicer.py), the executor's results (executor_client.py), timers. What a
+session reads is kept in registry.py, what it is told is written in news.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable
+import time
 from typing import Any, Protocol
 
-from tokenloom.common.errors import (
-    Cancelled,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    ResourceExhausted,
-    TokenloomError,
-    Unavailable,
-)
+from tokenloom.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.scheduler import metrics
+from tokenloom.scheduler.cache_watchers import CacheWatchers
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.config import SchedulerSettings
-from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, SchedulerOutput
+from tokenloom.scheduler.core.plan import ModelOutput, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused
 from tokenloom.scheduler.core.scheduler import Scheduler
-from tokenloom.scheduler.frames import FinishedRow, TokenRow
-from tokenloom.scheduler.sessions import OUTBOX_BYTES, Stream, TokenizerSession
+from tokenloom.scheduler.core.tenants import TenantPolicy
+from tokenloom.scheduler.engine_collector import COLLECTOR
+from tokenloom.scheduler.load import LoadReporter, LoadState, load_of
+from tokenloom.scheduler.news import OVERLOAD_RETRY_S, NewsTeller, overload_of
+from tokenloom.scheduler.registry import Registry
+from tokenloom.scheduler.sessions import Stream, TokenizerSession
+from tokenloom.scheduler.sliding_rate import SlidingRate
 from tokenloom.scheduler.tracing import StepTracer, end_request_span
 from tokenloom.scheduler.watchers import StepWatchers
 
 log = logging.getLogger(__name__)
-_OVERLOAD_RETRY_S = 1.0
-_REMEMBERED_IDS = 4096
+_MAX_TENANTS = 65_536
 
 
 class PlanSink(Protocol):
@@ -50,7 +45,7 @@ class PlanSink(Protocol):
 
 
 class Engine:
-    """The scheduler's state and what it does on each event.
+    """The scheduler's state and what it does on each event. Its clock is `time.monotonic`.
 
     Args:
         settings: of the stage.
@@ -61,183 +56,155 @@ class Engine:
         self._settings = settings
         self._executor = executor
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, Stream] = {}
-        self._ended_ids: OrderedDict[str, None] = OrderedDict()
-        self._sessions: set[TokenizerSession] = set()
+        self._tenants: dict[str, TenantPolicy] = {}
         self._tracer = StepTracer()
+        self._rate = SlidingRate()
         self._sent_s: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s: float | None = None
         self._is_pump_due = False
         self._is_draining = False
-        self._became_idle = asyncio.Event()
+        self.registry = Registry()
+        self._teller = NewsTeller(self.registry)
+        self._reporter = LoadReporter(self.load, self.registry.tell_load)
         self.watchers = StepWatchers()
+        self.cache_watchers = CacheWatchers()
         self.capabilities: Capabilities | None = None
         self.core: Scheduler | None = None
         self.is_executor_up = False
         self.readiness_changed = asyncio.Event()
-        metrics.watch_engine(lambda: self.core)
+        COLLECTOR.watch(lambda: self.core, settings.max_metric_tenants)
 
     @property
     def is_ready(self) -> bool:
         """New requests are taken and run."""
         return self.is_executor_up and not self._is_draining
 
+    def load(self) -> LoadState | None:
+        """How busy the engine is; None before there was an executor."""
+        return None if self.core is None else load_of(self.core, self._rate.per_second(time.monotonic()))
+
     # --- sessions -----------------------------------------------------------------------------------------------
 
     def open_session(self, session: TokenizerSession) -> None:
         """A tokenizer connected."""
-        self._sessions.add(session)
+        self.registry.open(session)
         if self._is_draining:
             session.outbox.drain()
-        log.info("session of %s opened", session.client_id)
+        if (load := self.load()) is not None:
+            session.outbox.set_load(load)
 
     def lose_session(self, session: TokenizerSession) -> None:
         """A tokenizer's stream ended; its requests wait `takeover_s` for another one."""
-        self._sessions.discard(session)
-        session.outbox.close()
-        left = list(session.streams.values())
-        session.streams.clear()
-        for stream in left:
-            stream.session = None
-            stream.num_losses += 1
-        log.info("session of %s ended with %d requests alive", session.client_id, len(left))
-        if left:
+        if left := self.registry.lose(session):
             losses = [(stream, stream.num_losses) for stream in left]
             self._loop.call_later(self._settings.takeover_s, self._abort_orphans, losses)
 
-    def _abort_orphans(self, losses: Iterable[tuple[Stream, int]]) -> None:
-        """End the requests that nobody took over since this very loss."""
-        for stream, num_losses in losses:
-            is_orphan = stream.session is None and stream.num_losses == num_losses
-            if is_orphan and self._streams.get(stream.request.request_id) is stream:
-                self._end(stream.request.request_id, FinishReason.ABORTED)
-        self._pump_soon()
-
-    def _close_session(self, session: TokenizerSession) -> None:
-        """Give up on a reader that does not read."""
-        log.warning("session of %s does not read; closing it", session.client_id)
-        session.outbox.fail(
-            ResourceExhausted(f"the session was not read: over {OUTBOX_BYTES >> 20} MiB waited", reason="SLOW_READER")
-        )
-        session.on_closed()
-        self.lose_session(session)
+    def _abort_orphans(self, losses: list[tuple[Stream, int]]) -> None:
+        for request_id in self.registry.orphans(losses):
+            self._end(request_id, FinishReason.ABORTED)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
+    def set_tenant(self, name: str, policy: TenantPolicy) -> None:
+        """Set what a tenant may have, from now on; remembered also while there is no executor.
+
+        Raises: ResourceExhausted if too many tenants are defined; nothing has changed then.
+        """
+        if name not in self._tenants and len(self._tenants) >= _MAX_TENANTS:
+            raise ResourceExhausted(f"{_MAX_TENANTS} tenants are defined already, which is the most", field="tenants")
+        self._tenants[name] = policy
+        if self.core is not None:
+            self.core.set_tenant(name, policy)
+            self._pump_soon()
+
     def submit(self, session: TokenizerSession, stream: Stream, *, is_resubmission: bool) -> None:
         """Take a new request, or take over a living one of the same id; a refusal goes into the outbox."""
-        known = self._streams.get(stream.request.request_id)
-        if known is not None and known.request.prompt_token_ids != stream.request.prompt_token_ids:
-            error = FailedPrecondition("the request id is in use for another prompt", field="request_id")
-            session.outbox.reject(stream.handle, error)
-            end_request_span(stream, error)
-            return
-        if known is not None:
-            self.attach(session, stream.handle, stream.request.request_id, len(stream.request.output_token_ids))
+        request = stream.request
+        known = self.registry.streams.get(request.request_id)
+        if known is not None and known.request.prompt_token_ids == request.prompt_token_ids:
+            self.registry.attach(session, stream.handle, request.request_id, len(request.output_token_ids))
             end_request_span(stream)
             return
         try:
-            self._add(stream.request, is_resubmission)
+            if known is not None:
+                raise FailedPrecondition("the request id is in use for another prompt", field="request_id")
+            self._add(request, is_resubmission)
         except TokenloomError as error:
-            metrics.REFUSED.inc()
+            metrics.REFUSED.labels(error.reason).inc()
             session.outbox.reject(stream.handle, error)
             end_request_span(stream, error)
             return
-        metrics.PROMPT_TOKENS.inc(stream.request.num_prompt_tokens)
-        self._streams[stream.request.request_id] = stream
-        session.streams[stream.handle] = stream
+        self.registry.add(stream)
         self._pump_soon()
 
     def _add(self, request: Request, is_resubmission: bool) -> None:
         if self.core is None or self._is_draining:
             why = "the engine is stopping" if self._is_draining else "the executor is not ready yet"
-            raise Unavailable(why, retry_after_s=_OVERLOAD_RETRY_S)
+            raise Unavailable(why, retry_after_s=OVERLOAD_RETRY_S)
+        now = time.monotonic()
         try:
-            self.core.add_request(request, is_resubmission=is_resubmission)
+            displaced = self.core.add_request(request, now, is_resubmission=is_resubmission)
         except RequestRefused as error:
             if error.is_overload:
-                raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_s=_OVERLOAD_RETRY_S) from None
+                raise overload_of(error) from None
             raise InvalidArgument(str(error), field=error.field) from None
+        if displaced is not None:
+            self._teller.tell([displaced], now)
 
     def attach(self, session: TokenizerSession, handle: int, request_id: str, from_token_index: int) -> None:
         """Let `session` read a living request from a token on."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            session.outbox.reject(
-                handle, FailedPrecondition(f"request {request_id!r} is not alive", field="request_id")
-            )
-            return
-        if stream.session is not None:
-            self._supersede(stream, stream.session)
-        stream.session, stream.handle = session, handle
-        session.streams[handle] = stream
-        if stream.request.num_cached_tokens is not None:
-            session.outbox.accept(handle, stream.request.num_cached_tokens)
-        for run in stream.told_prompt:
-            session.outbox.add_prompt_logprobs(handle, run)
-        for row in stream.rows_since(from_token_index):
-            session.outbox.add_tokens(dataclasses.replace(row, handle=handle))
-
-    def _supersede(self, stream: Stream, session: TokenizerSession) -> None:
-        """Tell a living session that another one reads its request from now on."""
-        session.streams.pop(stream.handle, None)
-        error = Cancelled("another session took the request over", reason="SUPERSEDED")
-        num_generated = len(stream.request.output_token_ids)
-        session.outbox.finish(FinishedRow(stream.handle, FinishReason.ERROR, num_generated, error))
+        self.registry.attach(session, handle, request_id, from_token_index)
 
     def finish(self, session: TokenizerSession, handle: int, reason: FinishReason) -> None:
         """A tokenizer found the end of a request, or its client went away. Unknown handles have ended already."""
         stream = session.streams.get(handle)
         if stream is not None:
             self._end(stream.request.request_id, reason)
-            self._pump_soon()
 
     def abort(self, request_id: str) -> bool | None:
         """End a request, or all choices of a group.
 
         Returns: True if one was alive, False if it had ended before, None if no such request is known.
         """
-        ids = [s.request.request_id for s in self._streams.values() if request_id in (s.request.request_id, s.group_id)]
+        ids = self.registry.ids_of(request_id)
         for alive in ids:
             self._end(alive, FinishReason.ABORTED)
-        self._pump_soon()
-        return True if ids else False if request_id in self._ended_ids else None
+        return True if ids else False if self.registry.has_ended(request_id) else None
 
     def flush_prefix_cache(self) -> int:
         """Forget all cached prefixes that no request holds; returns the number of blocks."""
-        return self.core.kv.pool.flush() if self.core else 0
+        num_flushed = self.core.kv.pool.flush() if self.core else 0
+        self._pump_soon()
+        return num_flushed
 
     def drain(self) -> None:
         """Take no new requests and tell the tokenizers."""
         self._is_draining = True
         self.readiness_changed.set()
-        for session in list(self._sessions):
+        for session in self.registry.sessions:
             session.outbox.drain()
 
     async def wait_until_idle(self, limit_s: float) -> None:
         """Return when no request is alive, or after `limit_s` seconds."""
-        if self._streams:
-            self._became_idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._became_idle.wait(), limit_s)
+        await self.registry.wait_until_idle(limit_s)
 
     def stop(self) -> None:
         """End what is left, with an error that says why."""
+        error = Unavailable("the engine stopped before the request was done", reason="STOPPED")
+        for request_id in list(self.registry.streams):
+            self._end(request_id, FinishReason.ERROR, error)
         if self._timer is not None:
             self._timer.cancel()
-        if self.core is not None:
-            error = Unavailable("the engine stopped before the request was done", reason="STOPPED")
-            for request_id in list(self._streams):
-                ended = self.core.finish(request_id, FinishReason.ERROR)
-                if ended is not None:
-                    ended.error = error
-                    self._tell(ended)
-        for session in list(self._sessions):
+        self._reporter.stop()
+        for session in self.registry.sessions:
             session.outbox.close()
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: TokenloomError | None = None) -> None:
         if self.core is not None and (ended := self.core.finish(request_id, reason)) is not None:
-            self._tell(ended)
+            ended.error = error
+            self._teller.tell([ended], time.monotonic())
+            self._pump_soon()
 
     # --- executor -----------------------------------------------------------------------------------------------
 
@@ -248,12 +215,14 @@ class Engine:
                 f"the executor now serves {capabilities.model_id}; restart the scheduler to serve that"
             )
         self.capabilities = capabilities
-        num_blocks = capabilities.num_blocks(self._settings)
+        num_blocks, config = capabilities.num_blocks(self._settings), capabilities.scheduler_config(self._settings)
         if self.core is None:
-            self.core = Scheduler(capabilities.scheduler_config(self._settings), num_blocks)
+            self.core = Scheduler(config, num_blocks)
+            for name, policy in self._tenants.items():
+                self.core.set_tenant(name, policy)
         else:
-            for output in self.core.reset(num_blocks, capabilities.scheduler_config(self._settings)):
-                self._tell(output)
+            self._teller.tell(self.core.reset(num_blocks, config), time.monotonic())
+        self.cache_watchers.watch(self.core.kv.pool)
         self._sent_s.clear()
         self.is_executor_up = True
         self.readiness_changed.set()
@@ -268,21 +237,21 @@ class Engine:
         self.is_executor_up = False
         self.readiness_changed.set()
         self._tracer.abandon(reason)
-        log.warning("executor lost (%s); %d requests wait for it", reason, len(self._streams))
+        log.warning("executor lost (%s); %d requests wait for it", reason, len(self.registry.streams))
 
     def on_result(self, output: ModelOutput) -> None:
         """Apply a result and keep the executor busy."""
-        assert self.core is not None
-        now = self._loop.time()
-        metrics.STEP_TIME.observe(now - self._sent_s.pop(output.step_id, now))
+        core = self.core
+        assert core is not None
+        now = time.monotonic()
+        if (sent_s := self._sent_s.pop(output.step_id, None)) is not None:  # a plan without rows is no step
+            metrics.STEP_TIME.observe(now - sent_s)
         self._tracer.end(output.step_id, output.step_error)
-        wasted = self.core.stats.num_wasted_rows
-        news = self.core.update(output) + self.core.expire(now)
-        metrics.WASTED_ROWS.inc(self.core.stats.num_wasted_rows - wasted)
+        self._rate.add(core.plans_in_flight[0].num_scheduled_tokens, now)
+        news = core.update(output) + core.expire(now)
         self._make_plans(now)  # before the news: the executor waits for plans, readers do not
-        for told in news:
-            self._tell(told)
-        self._arm_timer(self.core.next_deadline_s)
+        self._teller.tell(news, now)
+        self._after_changes(core)
 
     # --- plans --------------------------------------------------------------------------------------------------
 
@@ -294,13 +263,13 @@ class Engine:
 
     def _pump(self) -> None:
         self._is_pump_due = False
-        if self.core is None:
+        core = self.core
+        if core is None:
             return
-        now = self._loop.time()
-        for told in self.core.expire(now):
-            self._tell(told)
+        now = time.monotonic()
+        self._teller.tell(core.expire(now), now)
         self._make_plans(now)
-        self._arm_timer(self.core.next_deadline_s)
+        self._after_changes(core)
 
     def _make_plans(self, now: float) -> None:
         """Give the executor as many plans as it takes. Nothing ends here, so streams and core stay in step."""
@@ -308,113 +277,42 @@ class Engine:
         if core is None or self.capabilities is None or not self.is_executor_up:
             return
         depth = min(self._settings.plans_in_flight, self.capabilities.max_plans_in_flight)
-        while len(core.plans_in_flight) < depth and (plan := core.schedule()) is not None:
-            self._send(plan, now)
+        while len(core.plans_in_flight) < depth and (plan := core.schedule(now)) is not None:
+            self._send(core, plan, now)
         if (plan := core.release_rows()) is not None:
             self._executor.send(plan)
 
-    def _send(self, plan: SchedulerOutput, now: float) -> None:
-        streams = self._streams
+    def _send(self, core: Scheduler, plan: SchedulerOutput, now: float) -> None:
+        streams = self.registry.streams
         for row in plan.rows:
             if row.is_new and not (stream := streams[row.request.request_id]).has_begun:
-                self._begin(stream, now)
+                self._teller.tell_begin(stream, now)
         self._sent_s[plan.step_id] = now
         self._executor.send(plan, self._tracer.begin(plan, streams))
         metrics.STEP_TOKENS.observe(plan.num_scheduled_tokens)
-        metrics.PREEMPTIONS.inc(len(plan.preempted))
-        assert self.core is not None
-        self.watchers.publish(plan, self.core)
+        if self.watchers.has_readers:
+            load = load_of(core, self._rate.per_second(now))
+            self.watchers.publish(plan, core.config.max_num_batched_tokens, load, now)
 
-    def _begin(self, stream: Stream, now: float) -> None:
-        stream.has_begun = True
-        num_cached = stream.request.num_cached_tokens or 0
-        metrics.QUEUE_TIME.observe(now - stream.submitted_s)
-        metrics.PREFIX_QUERIES.inc(stream.request.num_prompt_tokens)
-        metrics.PREFIX_HITS.inc(num_cached)
-        stream.span.add_event("scheduled", {"num_cached_tokens": num_cached})
-        if stream.session is not None:
-            stream.session.outbox.accept(stream.handle, num_cached)
+    def _after_changes(self, core: Scheduler) -> None:
+        """What follows from every change of the core: readers that are full, routers, the next deadline."""
+        for session in self.registry.overflown_sessions():
+            self.registry.give_up(session)
+            self.lose_session(session)
+        self.cache_watchers.publish()
+        self._reporter.note_change()
+        self._arm_timer(core.next_deadline_s)
 
     def _arm_timer(self, deadline_s: float | None) -> None:
+        if deadline_s == self._timer_s:
+            return
         if self._timer is not None:
-            if self._timer.when() == deadline_s:
-                return
             self._timer.cancel()
             self._timer = None
+        self._timer_s = deadline_s
         if deadline_s is not None:
             self._timer = self._loop.call_at(deadline_s, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        self._timer = None
+        self._timer = self._timer_s = None
         self._pump()
-
-    # --- news ---------------------------------------------------------------------------------------------------
-
-    def _tell(self, output: RequestOutput) -> None:
-        request = output.request
-        stream = self._streams[request.request_id]
-        row: TokenRow | None = None
-        if output.token_ids:
-            row = TokenRow(stream.handle, output.first_token_index, list(output.token_ids), output.logprobs)
-            if row.logprobs is not None:
-                stream.told.append(row)
-            metrics.GENERATION_TOKENS.inc(len(output.token_ids))
-            if stream.first_token_s is None:
-                stream.first_token_s = self._loop.time()
-                metrics.TIME_TO_FIRST_TOKEN.observe(stream.first_token_s - stream.submitted_s)
-                stream.span.add_event("first_token")
-        if output.prompt_logprobs is not None:
-            stream.told_prompt.append(output.prompt_logprobs)
-        session = stream.session
-        if session is not None:
-            self._fill_outbox(session, stream.handle, row, output)
-        if output.finish_reason is not None:
-            self._forget(stream, output)
-        if session is not None and session.outbox.is_overflown and session in self._sessions:
-            self._close_session(session)
-
-    def _fill_outbox(self, session: TokenizerSession, handle: int, row: TokenRow | None, output: RequestOutput) -> None:
-        if output.prompt_logprobs is not None:
-            session.outbox.add_prompt_logprobs(handle, output.prompt_logprobs)
-        if row is not None:
-            session.outbox.add_tokens(row)
-        if output.finish_reason is not None:
-            num_generated = len(output.request.output_token_ids)
-            session.outbox.finish(FinishedRow(handle, output.finish_reason, num_generated, _error_of(output)))
-
-    def _forget(self, stream: Stream, output: RequestOutput) -> None:
-        assert output.finish_reason is not None
-        metrics.FINISHED.labels(output.finish_reason.value).inc()
-        metrics.REQUEST_TIME.observe(self._loop.time() - stream.submitted_s)
-        del self._streams[stream.request.request_id]
-        if not self._streams:
-            self._became_idle.set()
-        if stream.session is not None:
-            stream.session.streams.pop(stream.handle, None)
-        self._ended_ids[stream.request.request_id] = None
-        if len(self._ended_ids) > _REMEMBERED_IDS:
-            self._ended_ids.popitem(last=False)
-        end_request_span(stream, _error_of(output))
-        if log.isEnabledFor(logging.INFO):
-            _log_end(stream)
-
-
-def _log_end(stream: Stream) -> None:
-    request = stream.request
-    assert request.finish_reason is not None
-    fields = {
-        "request_id": request.request_id,
-        "reason": request.finish_reason.value,
-        "num_prompt_tokens": request.num_prompt_tokens,
-        "num_cached_tokens": request.num_cached_tokens or 0,
-        "num_generated_tokens": len(request.output_token_ids),
-        "num_preemptions": request.num_preemptions,
-    }
-    log.info("request ended", extra=fields)
-
-
-def _error_of(output: RequestOutput) -> TokenloomError | None:
-    error = output.error
-    if error is None or isinstance(error, TokenloomError):
-        return error
-    return Internal(str(error))

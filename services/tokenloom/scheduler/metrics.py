@@ -1,57 +1,77 @@
-"""Prometheus metrics of the scheduler; meanings as those of vLLM's metrics of the same names."""
+"""Prometheus metrics of the scheduler; meanings as those of vLLM's metrics of the same names.
+
+What the core counts anyway, and every gauge, is read when the page is asked for (engine_collector.py): that costs a
+step nothing, and is right also when nothing steps. What happens to requests is counted here as it happens; what
+happens to every row of every step is counted for all rows at once (`BulkHistogram`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from tokenloom.common.metrics import REGISTRY, SECONDS_BUCKETS
-from tokenloom.scheduler.core.scheduler import Scheduler
 
-PROMPT_TOKENS = Counter("tokenloom_prompt_tokens", "Prompt tokens of accepted requests.", registry=REGISTRY)
+
+class BulkHistogram(Collector):
+    """A histogram that takes many equal values in one call.
+
+    Args:
+        name, documentation: as in other metrics.
+        buckets: upper bounds, rising; what is above the last one counts in +Inf.
+    """
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value` so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """The histogram as of now."""
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+
+
+def _seconds(name: str, documentation: str) -> Histogram:
+    return Histogram(name, documentation, buckets=SECONDS_BUCKETS, registry=REGISTRY)
+
+
+PROMPT_TOKENS = Counter("tokenloom_prompt_tokens", "Prompt tokens of requests that ran.", registry=REGISTRY)
 GENERATION_TOKENS = Counter("tokenloom_generation_tokens", "Tokens generated.", registry=REGISTRY)
-PREEMPTIONS = Counter("tokenloom_num_preemptions", "Requests that lost their blocks.", registry=REGISTRY)
-PREFIX_QUERIES = Counter("tokenloom_prefix_cache_queries", "Prompt tokens looked up.", registry=REGISTRY)
-PREFIX_HITS = Counter("tokenloom_prefix_cache_hits", "Prompt tokens found in the cache.", registry=REGISTRY)
-WASTED_ROWS = Counter("tokenloom_wasted_rows", "Rows computed for requests that had ended.", registry=REGISTRY)
 FINISHED = Counter(
     "tokenloom_request_success", "Requests that ended, by reason.", ["finished_reason"], registry=REGISTRY
 )
-REFUSED = Counter("tokenloom_requests_refused", "Requests that were not taken.", registry=REGISTRY)
+REFUSED = Counter(
+    "tokenloom_requests_refused", "Requests that were not taken, by reason.", ["reason"], registry=REGISTRY
+)
 EXECUTOR_LOSSES = Counter("tokenloom_executor_losses", "Times the executor was lost.", registry=REGISTRY)
-QUEUE_TIME = Histogram(
-    "tokenloom_request_queue_time_seconds", "Submit to first step.", buckets=SECONDS_BUCKETS, registry=REGISTRY
+QUEUE_TIME = _seconds("tokenloom_request_queue_time_seconds", "Taken to first step.")
+TIME_TO_FIRST_TOKEN = _seconds("tokenloom_engine_time_to_first_token_seconds", "Submit to first token, in the engine.")
+INTER_TOKEN_LATENCY = BulkHistogram(
+    "tokenloom_engine_inter_token_latency_seconds",
+    "Time between two tokens of a request, in the engine.",
+    SECONDS_BUCKETS,
+    REGISTRY,
 )
-TIME_TO_FIRST_TOKEN = Histogram(
-    "tokenloom_engine_time_to_first_token_seconds",
-    "Submit to first token, in the engine.",
-    buckets=SECONDS_BUCKETS,
-    registry=REGISTRY,
+TIME_PER_OUTPUT_TOKEN = _seconds(
+    "tokenloom_engine_request_time_per_output_token_seconds", "Mean time between the tokens of a request that ended."
 )
-REQUEST_TIME = Histogram(
-    "tokenloom_engine_e2e_request_latency_seconds",
-    "Submit to end, in the engine.",
-    buckets=SECONDS_BUCKETS,
-    registry=REGISTRY,
-)
+REQUEST_TIME = _seconds("tokenloom_engine_e2e_request_latency_seconds", "Submit to end, in the engine.")
 STEP_TOKENS = Histogram(
     "tokenloom_iteration_tokens", "Tokens per step.", buckets=[2**i for i in range(14)], registry=REGISTRY
 )
-STEP_TIME = Histogram(
-    "tokenloom_step_seconds", "Plan sent to result applied.", buckets=SECONDS_BUCKETS, registry=REGISTRY
-)
-_RUNNING = Gauge("tokenloom_num_requests_running", "Requests in the running set.", registry=REGISTRY)
-_WAITING = Gauge("tokenloom_num_requests_waiting", "Requests that wait.", registry=REGISTRY)
-_CACHE_USAGE = Gauge("tokenloom_kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", registry=REGISTRY)
-
-
-def watch_engine(core: Callable[[], Scheduler | None]) -> None:
-    """Let the gauges read the core when they are scraped, so that they are right also when nothing steps."""
-
-    def read(value: Callable[[Scheduler], float]) -> Callable[[], float]:
-        return lambda: 0.0 if (now := core()) is None else value(now)
-
-    _RUNNING.set_function(read(lambda now: len(now.running)))
-    _WAITING.set_function(read(lambda now: len(now.waiting)))
-    _CACHE_USAGE.set_function(read(lambda now: now.kv.pool.num_held_blocks / (now.kv.pool.num_blocks - 1)))
+STEP_TIME = _seconds("tokenloom_step_seconds", "Plan sent to result applied.")

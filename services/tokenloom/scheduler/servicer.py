@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,17 +16,34 @@ from tokenloom.api.v1 import engine_pb2, engine_pb2_grpc
 from tokenloom.common.errors import FailedPrecondition, InvalidArgument, TokenloomError, Unavailable
 from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import context_of, extract, inject, tracer
-from tokenloom.scheduler import convert
+from tokenloom.scheduler import convert, metrics, watch_convert
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.request import FinishReason
 from tokenloom.scheduler.engine import Engine
 from tokenloom.scheduler.recorder import Recorder, parts_of
-from tokenloom.scheduler.sessions import Stream, TokenizerSession
-from tokenloom.scheduler.watchers import LoadState, StepRecord, load_of
+from tokenloom.scheduler.sessions import MAX_REFUSED_TENANTS, Stream, TokenizerSession
 
 log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
+_MAX_TURN_S = 0.001
 Requests = AsyncIterator[engine_pb2.EngineServiceSessionRequest]
+
+
+class Turns:
+    """Lets the step loop run while a session's frame is taken: a prompt of 32k tokens alone is 3 ms of work."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """A frame came: a new turn of the event loop. What fits into it is taken in one go and planned together."""
+        self._began_s = time.monotonic()
+
+    async def pause_if_long(self) -> None:
+        """Let others run if this turn of the event loop has been held for a while."""
+        if time.monotonic() - self._began_s > _MAX_TURN_S:
+            await asyncio.sleep(0)
+            self.begin()
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -34,7 +53,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._engine = engine
         self._recorder = recorder
         self._epoch = uuid.uuid4().hex
-        self._loop = asyncio.get_running_loop()
 
     async def Session(
         self, request_iterator: Requests, context: Any
@@ -85,10 +103,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return capabilities, TokenizerSession(hello.client_id)
 
     async def _read(self, request_iterator: Requests, session: TokenizerSession, capabilities: Capabilities) -> None:
+        turns = Turns()
         try:
             async for frame in request_iterator:
+                turns.begin()
+                for policy in frame.tenants:
+                    self._define_tenant(session, policy)
+                    await turns.pause_if_long()
                 for submit in frame.submits:
-                    self._submit(session, submit, capabilities)
+                    await self._submit(session, submit, capabilities, turns)
+                    await turns.pause_if_long()
                 for attach in frame.attaches:
                     self._engine.attach(session, attach.handle, attach.request_id, attach.from_token_index)
                 for finish in frame.finishes:
@@ -98,18 +122,41 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         finally:
             session.outbox.close()
 
-    def _submit(self, session: TokenizerSession, submit: engine_pb2.Submit, capabilities: Capabilities) -> None:
-        now = self._loop.time()
+    def _define_tenant(self, session: TokenizerSession, proto: engine_pb2.TenantPolicy) -> None:
+        """Take a tenant's policy.
+
+        A malformed one changes nothing, but the session's submits for that tenant are refused until a good one comes:
+        they would run under other limits than their sender believes.
+
+        Raises: TokenloomError if the session sends nothing but malformed ones, which ends it.
+        """
+        try:
+            self._engine.set_tenant(proto.tenant, convert.tenant_policy_of(proto))
+            session.refused_tenants.pop(proto.tenant, None)
+        except TokenloomError as error:
+            log.warning("session of %s: %s", session.client_id, error.message)
+            if len(session.refused_tenants) >= MAX_REFUSED_TENANTS:
+                raise
+            session.refused_tenants[proto.tenant] = error
+
+    async def _submit(
+        self, session: TokenizerSession, submit: engine_pb2.Submit, capabilities: Capabilities, turns: Turns
+    ) -> None:
+        now = time.monotonic()
         try:
             request = convert.request_of(submit, capabilities, now)
-        except TokenloomError as error:
+            error = session.refused_tenants.get(submit.tenant)
+        except TokenloomError as refusal:
+            error = refusal
+        if error is not None:
+            metrics.REFUSED.labels(error.reason).inc()
             session.outbox.reject(submit.handle, error)
             return
+        await turns.pause_if_long()
         span = tracer().start_span("engine.request", context=extract(submit.trace), kind=SpanKind.SERVER)
         span.set_attribute("tokenloom.request_id", submit.request_id)
         request.payload.trace = inject(context_of(span))
-        age_s = submit.age_ms / 1000 if submit.HasField("age_ms") else 0.0
-        stream = Stream(request, session, submit.handle, submit.group_id, now - age_s, span)
+        stream = Stream(request, session, submit.handle, submit.group_id, now, span)
         self._engine.submit(session, stream, is_resubmission=submit.HasField("age_ms"))
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:
@@ -123,9 +170,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def GetLoad(self, request: engine_pb2.GetLoadRequest, context: Any) -> engine_pb2.GetLoadResponse:
         """How busy the engine is."""
-        if self._engine.core is None:
+        if (load := self._engine.load()) is None:
             raise Unavailable("the engine is not ready: it waits for its executor", retry_after_s=1.0)
-        return engine_pb2.GetLoadResponse(load=_load_proto(load_of(self._engine.core)))
+        return engine_pb2.GetLoadResponse(load=convert.load_proto(load))
 
     async def FlushPrefixCache(
         self, request: engine_pb2.FlushPrefixCacheRequest, context: Any
@@ -141,7 +188,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         with watchers.subscribe() as queue:
             await context.send_initial_metadata(())  # tells the reader that it sees every plan from here on
             while True:
-                yield _step_proto(await queue.get(), watchers.take_num_dropped(queue))
+                record = await queue.get()
+                yield watch_convert.step_proto(record, watchers.take_num_dropped(queue))
+
+    async def WatchCacheEvents(
+        self, request: engine_pb2.WatchCacheEventsRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.WatchCacheEventsResponse]:
+        """What the prefix cache holds, and how that changes."""
+        with self._engine.cache_watchers.subscribe() as reader:
+            for sequence in itertools.count():
+                part = await reader.take()
+                assert self._engine.capabilities is not None, "there is no cache without an executor"
+                block_size = self._engine.capabilities.block_size
+                yield watch_convert.cache_events_proto(part, sequence, block_size, self._epoch)
 
     async def GetRecording(
         self, request: engine_pb2.GetRecordingRequest, context: Any
@@ -151,25 +210,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise FailedPrecondition("nothing is recorded: no step ran yet, or --record-steps is 0")
         for part in parts_of(self._recorder.chunks()):
             yield part
-
-
-def _step_proto(record: StepRecord, num_dropped: int) -> engine_pb2.WatchStepsResponse:
-    return engine_pb2.WatchStepsResponse(
-        step_id=record.step_id,
-        max_num_batched_tokens=record.max_num_batched_tokens,
-        request_ids=record.request_ids,
-        num_scheduled_tokens=record.num_scheduled_tokens,
-        num_computed_tokens=record.num_computed_tokens,
-        preempted_request_ids=record.preempted_request_ids,
-        load=_load_proto(record.load),
-        num_dropped=num_dropped,
-    )
-
-
-def _load_proto(load: LoadState) -> engine_pb2.Load:
-    return engine_pb2.Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-    )

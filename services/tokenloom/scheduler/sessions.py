@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
+from tokenloom.common.errors import TokenloomError
 from tokenloom.scheduler.core.request import PromptLogprobs, Request
 from tokenloom.scheduler.frames import Outbox, TokenRow
 
 OUTBOX_BYTES = 16 << 20
+MAX_REFUSED_TENANTS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +26,12 @@ class Stream:
     Args:
         session: who is told its news; None while it waits for a takeover.
         handle: the session's name for the request.
-        submitted_s: when it was taken, on the engine's clock.
+        group_id: choices of one call share it.
+        taken_s: when this engine took it, on the engine's clock; `request.submitted_s` counts its age, too.
         span: the request's span in this stage.
+        has_begun: it was in a plan, and its reader knows.
+        first_token_s: when this engine's first token of it was known.
+        last_token_s: when its newest token was known.
         told: rows with logprobs, kept for a session that takes the request over; ids alone are in the request.
         told_prompt: runs of prompt logprobs, likewise.
         num_losses: how often its session was lost; tells takeover timers apart.
@@ -35,20 +41,25 @@ class Stream:
     session: TokenizerSession | None
     handle: int
     group_id: str
-    submitted_s: float
+    taken_s: float
     span: Span
     has_begun: bool = False
     first_token_s: float | None = None
+    last_token_s: float | None = None
     told: list[TokenRow] = field(default_factory=list)
     told_prompt: list[PromptLogprobs] = field(default_factory=list)
     num_losses: int = 0
+    num_resumed_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_resumed_tokens = len(self.request.output_token_ids)
 
     def rows_since(self, token_index: int) -> list[TokenRow]:
         """What a new reader lacks, which has the tokens before `token_index`."""
         kept = [row for row in self.told if row.first_token_index >= token_index]
         end = kept[0].first_token_index if kept else len(self.request.output_token_ids)
         missed = self.request.output_token_ids[token_index:end]
-        return [TokenRow(self.handle, token_index, missed, None), *kept] if missed else kept
+        return [TokenRow(token_index, missed, None), *kept] if missed else kept
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +68,12 @@ class TokenizerSession:
 
     Args:
         on_closed: stops reading the tokenizer's frames, when the engine closes the session.
+        streams: what it reads, by handle.
+        refused_tenants: tenants whose last definition by this session was malformed, and why: submits are refused.
     """
 
     client_id: str
     on_closed: Callable[[], object] = lambda: None
     outbox: Outbox = field(default_factory=lambda: Outbox(OUTBOX_BYTES))
     streams: dict[int, Stream] = field(default_factory=dict)
+    refused_tenants: dict[str, TokenloomError] = field(default_factory=dict)
