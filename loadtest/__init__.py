@@ -1,1 +1,1 @@
-"""A small load client: closed loop, streaming, from outside. Standard library only."""
+"""Load from outside: a small client (standard library only) and, in subpackages, the engine core's benchmarks."""
