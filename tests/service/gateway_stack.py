@@ -90,7 +90,7 @@ class GatewayStack:
 
     async def add_tokenizer(self, address: str) -> FakeTokenizerStage:
         """Start a fake at an address."""
-        tokenizer = FakeTokenizerStage(address, self._keys)  # type: ignore[abstract]  # what the gateway calls is there
+        tokenizer = FakeTokenizerStage(address, self._keys, self._config.keys_file)  # type: ignore[abstract]  # what the gateway calls is there
         await tokenizer.start()
         return tokenizer
 

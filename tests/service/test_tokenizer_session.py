@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
@@ -12,7 +11,7 @@ import grpc
 import pytest
 
 from tests.service.tokenizer_stack import (
-    TokenizerStack,
+    Gateway,
     chat_request,
     complete_request,
     run,
@@ -20,70 +19,9 @@ from tests.service.tokenizer_stack import (
     tokenizer_on,
     until,
 )
-from tokenloom.api.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tokenloom.api.v1 import common_pb2, inference_pb2
 from tokenloom.common.auth import digest_of
-from tokenloom.common.channel import bearer_metadata
 from tokenloom.common.errors import ResourceExhausted, TokenloomError, from_rpc_error
-
-
-class Gateway:
-    """A session driven by hand; collects what it is told by handle."""
-
-    def __init__(self, stack: TokenizerStack, token: str = "", channel: Any = None) -> None:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel or stack.channel)
-        self.call: Any = stub.Session(metadata=bearer_metadata(token))
-        self.frames: list[inference_pb2.SessionResponse] = []
-        self.texts: dict[tuple[int, int], str] = {}
-        self.extras: dict[int, list[inference_pb2.Delta]] = {}
-        self.accepted: dict[int, inference_pb2.Accepted] = {}
-        self.finished: list[tuple[int, int]] = []
-        self.completed: dict[int, inference_pb2.Usage] = {}
-        self.failed: dict[int, common_pb2.Error] = {}
-        self.is_draining = False
-        self.reader: asyncio.Task[None] | None = None
-
-    async def open(self, revision: int = 1) -> inference_pb2.SessionWelcome:
-        hello = inference_pb2.SessionHello(schema_revision=revision, client_id="test")
-        await self.call.write(inference_pb2.SessionRequest(hello=hello))
-        welcome: inference_pb2.SessionResponse = await self.call.read()
-        return welcome.welcome
-
-    def read(self) -> None:
-        self.reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        while isinstance(frame := await self.call.read(), inference_pb2.SessionResponse):
-            self._take(frame)
-
-    def _take(self, frame: inference_pb2.SessionResponse) -> None:
-        self.frames.append(frame)
-        for accepted in frame.accepted:
-            assert accepted.handle not in self.accepted
-            self.accepted[accepted.handle] = accepted.accepted
-        rows = frame.outputs
-        columns = (rows.handles, rows.choice_indexes, rows.first_token_indexes, rows.num_tokens, rows.texts)
-        for handle, choice, _, _, text in zip(*columns, strict=True):
-            assert handle in self.accepted
-            self.texts[handle, choice] = self.texts.get((handle, choice), "") + text
-        for extra in rows.extras:
-            assert extra.delta.text == ""
-            self.extras.setdefault(extra.handle, []).append(extra.delta)
-        self.finished += [(item.handle, item.finished.choice_index) for item in frame.choices_finished]
-        self.completed |= {item.handle: item.usage for item in frame.completed}
-        self.failed |= {item.handle: item.error for item in frame.failed}
-        self.is_draining |= frame.draining
-
-    async def start(
-        self, *requests: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, first: int = 1, **parts: Any
-    ) -> None:
-        message = inference_pb2.SessionRequest()
-        for handle, request in enumerate(requests, first):
-            kind = "chat" if isinstance(request, inference_pb2.ChatRequest) else "complete"
-            message.starts.add(handle=handle, **{kind: request}, **parts)
-        await self.call.write(message)
-
-    async def cancel(self, *handles: int) -> None:
-        await self.call.write(inference_pb2.SessionRequest(cancelled_handles=handles))
 
 
 def test_what_a_step_brought_is_one_frame_of_columns(tmp_path: Path) -> None:

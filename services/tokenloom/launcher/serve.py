@@ -43,9 +43,9 @@ _WAITING_FOR = {
 def main(argv: Sequence[str]) -> int:
     """Run the stack until it is told to stop; returns the exit code."""
     settings = parse(ServeSettings, "tokenloom serve", DESCRIPTION, argv)
+    load_api_keys(settings.api_key, settings.keys_file)  # told here, in one line, rather than by two stages
     setup_logs("serve", settings.log_level, settings.log_format)
     _check_installed()
-    load_api_keys(settings.api_key, settings.keys_file)  # told here, in one line, rather than by two stages
     source = resolve_model(settings.model)
     for port in (settings.port, settings.grpc_port):
         check_port_free(Address(host=settings.host, port=port))

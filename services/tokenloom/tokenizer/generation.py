@@ -87,16 +87,16 @@ class GenerationService:
         active = ActiveRequest(request, sink, engine, self._engine, self._assets, self._model_id)
         with self._counted(active), _traced(active) as span:
             limit_s = request.remaining_time_s
+            end_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
             try:
-                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s) + _DEADLINE_GRACE_S):
-                    if active.is_late:  # it came without any time left
-                        raise DeadlineExceeded(TIME_IS_UP)
+                async with asyncio.timeout_at(end_s) as timer:
                     check_request(request, engine, self._model_id)
                     self._reserve(active)
                     prompts = await self.prompts_of(request, engine)
                     await active.prepare(prompts, convert.trace_of(context_of(span)))
                     active.submit(self._by_id.get(active.scoped_id))
                     self._by_id[active.scoped_id] = active
+                    timer.reschedule(None if end_s is None else end_s + _DEADLINE_GRACE_S)
                     await active.done
             except TimeoutError:
                 raise DeadlineExceeded(TIME_IS_UP) from None

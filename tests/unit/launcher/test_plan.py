@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tokenloom.common.errors import SetupError
 from tokenloom.launcher.config import ServeSettings
 from tokenloom.launcher.plan import STAGES, plan_stack
+from tokenloom.launcher.serve import main
 
 RUN = Path("/run/stack")
 
@@ -46,3 +48,22 @@ def test_what_is_not_set_keeps_the_stages_own_default() -> None:
     assert "--dtype=float32" in plan.argv["executor"]
     assert "--max-num-seqs=3" in plan.argv["executor"]
     assert "--max-num-seqs=3" in plan.argv["scheduler"]
+
+
+def test_the_keys_file_goes_to_the_stages_that_ask_for_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOKENLOOM_KEYS_FILE", "inherited.toml")
+    monkeypatch.chdir(tmp_path)
+    plan = plan_stack(ServeSettings(keys_file="keys.toml"), RUN)
+    flag = f"--keys-file={tmp_path}/keys.toml"
+    assert [name for name in STAGES if flag in plan.argv[name]] == ["tokenizer", "gateway"]
+    assert "TOKENLOOM_KEYS_FILE" not in plan.environ
+    plan = plan_stack(ServeSettings(), RUN)
+    assert not any("--keys-file" in flag for argv in plan.argv.values() for flag in argv)
+    assert "TOKENLOOM_KEYS_FILE" not in plan.environ
+
+
+def test_a_fault_in_the_keys_is_told_before_any_stage_is_started(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("[[key]]\n")
+    with pytest.raises(SetupError, match=r"keys\.toml: key 1: sha256 is missing"):
+        main(["--keys-file", str(path), "--model", str(tmp_path / "none")])
