@@ -91,6 +91,15 @@ def run_stage(name: str, process: ProcessSettings, build: Callable[[], Stage]) -
             provider.shutdown()
 
 
+def freeze_heap() -> None:
+    """Take what is there now out of all later garbage collections; for when a program is set up.
+
+    What it holds for good is looked at no more; what it lets go is still freed, unless it is part of a cycle.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
     stage = build()
     told_to_stop = asyncio.Event()
@@ -103,8 +112,7 @@ async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
             await metrics.start()
         if not await _start_unless_told_to_stop(stage, told_to_stop):
             os._exit(0)  # a thread that loads a model cannot be interrupted, and there is nothing to save
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         await told_to_stop.wait()
         log.info("draining, at most %.0f s", process.grace_s)
         with contextlib.suppress(TimeoutError):

@@ -62,7 +62,6 @@ class CacheReader:
     def begin_anew(self) -> None:
         """The next part begins a new snapshot."""
         self._pending.clear()
-        self._snapshot = None
         self._needs_snapshot = True
         self._news.set()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.scheduler.config import SchedulerSettings
-from tokenloom.scheduler.core.scheduler import SchedulerConfig, SchedulingPolicy
+from tokenloom.scheduler.core.config import SchedulerConfig, SchedulingPolicy
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 from tokenloom.api.v1 import engine_pb2_grpc
 from tokenloom.common.grpc_server import GrpcServer
@@ -19,11 +20,17 @@ SERVICE = "tokenloom.api.v1.EngineService"
 
 
 class SchedulerStage:
-    """Implements `tokenloom.common.stage.Stage`."""
+    """Implements `tokenloom.common.stage.Stage`.
+
+    Args:
+        on_set_up: called once, when the first executor is there and the engine core with it: `start` does not wait for
+            that.
+    """
 
     name = "scheduler"
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, on_set_up: Callable[[], object] = lambda: None) -> None:
+        self._on_set_up = on_set_up
         token = settings.process.cluster_token
         self._recorder = make_recorder(settings, lambda: () if self.engine.core is None else self.engine.core.running)
         self._client = ExecutorClient(
@@ -61,7 +68,11 @@ class SchedulerStage:
         await asyncio.to_thread(self._recorder.close)
 
     async def _follow_readiness(self) -> None:
+        is_set_up = False
         while True:
             self.engine.readiness_changed.clear()  # first, so that a change during the call is not lost
+            if self.engine.is_ready and not is_set_up:
+                is_set_up = True
+                self._on_set_up()
             await self.server.set_serving(self.engine.is_ready)
             await self.engine.readiness_changed.wait()

@@ -1,0 +1,104 @@
+"""What a session is told: columns that merge, a size that is counted, the newest load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from tokenloom.api.v1 import engine_pb2
+from tokenloom.common.errors import Unavailable
+from tokenloom.scheduler.convert import Logprobs, response_of
+from tokenloom.scheduler.core.request import FinishReason
+from tokenloom.scheduler.frames import FinishedRow, Outbox
+from tokenloom.scheduler.load import LoadState
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
+
+
+async def taken(outbox: Outbox) -> engine_pb2.EngineServiceSessionResponse:
+    frame = await outbox.take()
+    assert frame is not None
+    return response_of(frame)
+
+
+def load(num_running: int) -> LoadState:
+    return LoadState(num_running, 0, 0, 10, 5, 15, 64, 0.0)
+
+
+def test_steps_that_wait_for_the_writer_become_one_message_in_order() -> None:
+    async def test() -> None:
+        outbox = Outbox(1 << 20)
+        outbox.accept(7, 4)
+        outbox.add_tokens(7, 0, [11])
+        outbox.add_tokens(8, 5, [21, 22], Logprobs(2, [21, 3, 22, 4], [-0.5, -1.0, -0.25, -2.0]))
+        outbox.add_tokens(7, 1, [12])
+        outbox.finish(FinishedRow(7, FinishReason.LENGTH, 2, None))
+        message = await taken(outbox)
+        outputs = message.outputs
+        assert list(outputs.handles) == [7, 8, 7]
+        assert list(outputs.first_token_indexes) == [0, 5, 1]
+        assert list(outputs.num_tokens) == [1, 2, 1]
+        assert list(outputs.token_ids) == [11, 21, 22, 12]
+        assert list(outputs.num_logprobs_per_token) == [0, 2, 0]
+        assert list(outputs.logprob_token_ids) == [21, 3, 22, 4]
+        assert list(outputs.logprobs) == [-0.5, -1.0, -0.25, -2.0]
+        assert [finished.handle for finished in message.finished] == [7]
+        assert not message.HasField("load")
+
+    run(test())
+
+
+def test_the_newest_load_replaces_the_one_that_waits_and_does_not_grow_the_frame() -> None:
+    async def test() -> None:
+        outbox = Outbox(100)
+        for num_running in range(1000):
+            outbox.set_load(load(num_running))
+        assert not outbox.is_overflown
+        assert (await taken(outbox)).load.num_running == 999
+        outbox.set_load(load(0))
+        message = await taken(outbox)
+        assert message.HasField("load"), "zeros are news"
+        assert message.load.num_running == 0
+
+    run(test())
+
+
+def test_a_frame_that_nobody_takes_is_overflown_at_its_bound_and_not_before() -> None:
+    async def test() -> None:
+        outbox = Outbox(8000)
+        for index in range(100):
+            outbox.add_tokens(1, index, [5])
+        assert not outbox.is_overflown, "80 bytes a row"
+        outbox.add_tokens(1, 100, [5])
+        assert outbox.is_overflown
+        await outbox.take()
+        assert not outbox.is_overflown
+
+    run(test())
+
+
+def test_a_closed_outbox_gives_what_is_left_and_then_nothing() -> None:
+    async def test() -> None:
+        outbox = Outbox(1000)
+        outbox.reject(1, Unavailable("not now"))
+        outbox.close()
+        assert (await taken(outbox)).rejected[0].handle == 1
+        assert await outbox.take() is None
+
+    run(test())
+
+
+def test_a_failed_outbox_raises_and_drops_what_waited() -> None:
+    async def test() -> None:
+        outbox = Outbox(1000)
+        outbox.add_tokens(1, 0, [5])
+        outbox.fail(Unavailable("gone"))
+        with pytest.raises(Unavailable, match="gone"):
+            await outbox.take()
+
+    run(test())
