@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "services" / "tokenloom"
-SERVICES = ("gateway", "tokenizer", "scheduler", "executor", "launcher")
+SERVICES = ("gateway", "tokenizer", "scheduler", "executor", "launcher", "replay", "conformance")
 # What the pure core may import: nothing with a clock, I/O, randomness, threads or an environment.
 PURE = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools"),

@@ -10,18 +10,22 @@ from tokenloom.common.errors import SetupError
 from tokenloom.common.stage import run_main
 
 _PROGRAMS = {
-    "serve": ("launcher", "all stages on this machine; start here"),
-    "gateway": ("gateway", "HTTP in OpenAI's format"),
-    "tokenizer": ("tokenizer", "text to tokens and back; the public gRPC API"),
-    "scheduler": ("scheduler", "the engine core: batching plan and KV block table"),
-    "executor": ("executor", "model, KV memory and sampling"),
+    "serve": ("launcher.__main__", "all stages on this machine; start here"),
+    "gateway": ("gateway.__main__", "HTTP in OpenAI's format"),
+    "tokenizer": ("tokenizer.__main__", "text to tokens and back; the public gRPC API"),
+    "scheduler": ("scheduler.__main__", "the engine core: batching plan and KV block table"),
+    "executor": ("executor.__main__", "model, KV memory and sampling"),
+    "record": ("replay.record", "write the scheduler's last steps into a file"),
+    "replay": ("replay.__main__", "feed recorded steps to an executor and compare every token"),
+    "conformance": ("conformance.__main__", "check an executor against the protocol"),
 }
+_STAGES = ("gateway", "tokenizer", "scheduler", "executor")
 
 
 def main() -> None:
     """Run the program that the command line names; ends the process with its exit code."""
     word, flags = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
-    extra = word if word in _PROGRAMS and word != "serve" else "all"
+    extra = word if word in _STAGES else "all"
     sys.exit(run_main(lambda: _run(word, flags), extra))
 
 
@@ -34,13 +38,13 @@ def _run(word: str, flags: list[str]) -> int:
         return 0
     if word not in _PROGRAMS:
         raise SetupError(f"unknown program {word!r}; one of: {', '.join(_PROGRAMS)}")
-    package, _ = _PROGRAMS[word]
-    code: int = importlib.import_module(f"tokenloom.{package}.__main__").main(flags)
+    module, _ = _PROGRAMS[word]
+    code: int = importlib.import_module(f"tokenloom.{module}").main(flags)
     return code
 
 
 def _help() -> str:
-    lines = [f"  {word:<11}{text}" for word, (_, text) in _PROGRAMS.items()]
+    lines = [f"  {word:<12}{text}" for word, (_, text) in _PROGRAMS.items()]
     return "\n".join(
         [
             "usage: tokenloom PROGRAM [options]",

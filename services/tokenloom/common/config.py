@@ -42,6 +42,7 @@ def setting(
     secret: bool = False,
     form: str = "",
     hidden: bool = False,
+    positional: bool = False,
 ) -> Any:
     """Declare a dataclass field as a setting.
 
@@ -53,8 +54,10 @@ def setting(
         secret: the value is not shown in help or errors.
         form: the accepted form, for error messages.
         hidden: not for people; left out of the help.
+        positional: an argument without a flag and without a variable; `default` is not used, it must be given.
     """
     info = {"help": help, "parse": parse, "choices": tuple(choices), "secret": secret, "form": form, "hidden": hidden}
+    info["positional"] = positional
     return dataclasses.field(default=default, metadata={"setting": info})
 
 
@@ -143,11 +146,15 @@ def parse(cls: type[T], prog: str, description: str, argv: Sequence[str]) -> T:
 
     Raises: SetupError naming the setting, the value and the accepted form.
     """
-    parser = _Parser(prog, f"{prog} [options]", description, formatter_class=_HelpFormatter, allow_abbrev=False)
+    parser = _Parser(prog, _usage(cls, prog), description, formatter_class=_HelpFormatter, allow_abbrev=False)
     for name, info, default in _settings_of(cls):
         _add_flag(parser, name, info, default)
     given = vars(parser.parse_args(list(argv)))
     return _build(cls, given, os.environ)
+
+
+def _usage(cls: type[Any], prog: str) -> str:
+    return " ".join([prog, *(name.upper() for name, info, _ in _settings_of(cls) if info["positional"]), "[options]"])
 
 
 def _settings_of(cls: type[Any]) -> list[tuple[str, dict[str, Any], Any]]:
@@ -164,6 +171,9 @@ def _settings_of(cls: type[Any]) -> list[tuple[str, dict[str, Any], Any]]:
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, info: dict[str, Any], default: Any) -> None:
+    if info["positional"]:
+        parser.add_argument(name, metavar=name.upper(), help=info["help"])
+        return
     shown = "" if info["secret"] or default in ("", (), -1) else f"default {default}; "
     words = f" One of: {', '.join(info['choices'])}." if info["choices"] else ""
     repeat = " Repeatable." if isinstance(default, tuple) else ""
@@ -201,6 +211,8 @@ def _build(cls: type[T], given: Mapping[str, Any], environ: Mapping[str, str]) -
 
 def _read(name: str, info: dict[str, Any], default: Any, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
     source, text = "--" + name.replace("_", "-"), given[name]
+    if info["positional"]:
+        return _convert(name.upper(), info, default, str(text))
     if text is None and (text := environ.get(env_name(name))) is not None:
         source = env_name(name)
         if isinstance(default, tuple):

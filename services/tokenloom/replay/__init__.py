@@ -1,0 +1,1 @@
+"""Replay: feeds recorded plans to an executor and compares every token."""
