@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -109,27 +109,30 @@ def _scheduler_command(settings: StackSettings, folder: Path) -> list[str]:
 @asynccontextmanager
 async def _process(command: Sequence[str], socket: Path) -> AsyncIterator[int]:
     """A Python module as a child process that listens on `socket`; stopped at the end. Yields: its process id."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, cwd=Path(__file__).parents[2])
+    process = _start(command)
     try:
         await _wait_for(process, socket)
         yield process.pid
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_LIMIT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: process.poll() is not None, _STOP_LIMIT_S)
+        process.kill()
+        process.wait()
 
 
-async def _wait_for(process: asyncio.subprocess.Process, socket: Path) -> None:
+async def _wait_for(process: subprocess.Popen[bytes], socket: Path) -> None:
     """Return when it listens. Raises: StackFailed."""
     with contextlib.suppress(TimeoutError):
-        await until(lambda: process.returncode is not None or socket.exists(), _START_LIMIT_S)
+        await until(lambda: process.poll() is not None or socket.exists(), _START_LIMIT_S)
         if process.returncode is None:
             return
     raise StackFailed(f"the process that was to listen on {socket.name} did not come up; its output says why")
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a module. Not through the event loop: that forks, and gRPC's handlers of a fork complain on stderr."""
+    return subprocess.Popen([sys.executable, "-m", *command], cwd=Path(__file__).parents[2])
 
 
 def read_diary(path: Path) -> Diary:

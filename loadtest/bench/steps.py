@@ -55,13 +55,13 @@ class Idleness:
     Args:
         idle_pct: time between the end of a step and the start of the next while a request ran, of all time in which one
             ran; None without any step.
-        gap_us: p50 and p99 of those gaps.
+        gap_us: p50, p99 and maximum of those gaps.
         step_ms: p50 and p95 of the steps' durations.
     """
 
     idle_pct: float | None
     num_steps: int
-    gap_us: tuple[float, float] | None
+    gap_us: tuple[float, float, float] | None
     step_ms: tuple[float, float] | None
 
 
@@ -76,7 +76,7 @@ def idleness(records: Sequence[StepRecord], from_s: float, to_s: float) -> Idlen
     return Idleness(
         idle_pct=100 * idle_s / (busy_s + idle_s),
         num_steps=len(inside),
-        gap_us=(1e6 * percentile(gaps, 50), 1e6 * percentile(gaps, 99)) if gaps else None,
+        gap_us=(1e6 * percentile(gaps, 50), 1e6 * percentile(gaps, 99), 1e6 * max(gaps)) if gaps else None,
         step_ms=(1e3 * percentile(durations, 50), 1e3 * percentile(durations, 95)),
     )
 

@@ -11,8 +11,9 @@ prompts). Each prints a table; all write build/bench-scheduler.json:
     cost                {"steps": [name, num_running, num_waiting, num_blocks, p50_ms, p99_ms, num_preemptions],
                         "long_prompt": [name, p50_ms, max_ms]}
     overlap             by plans_in_flight: executor_idle_pct, num_steps, rows_per_step_mean, step_ms_p50,
-                        gap_us_p50/p99, wasted_rows_stop_token_max and _bound, wasted_rows_finish_mean, _max and
-                        _over_bound (how many wasted more than depth - 1 and the steps of their own round trip),
+                        gap_us_p50/p99/max (between steps), gap_us_max_beside_long_prompts (32,768 tokens each),
+                        wasted_rows_stop_token_max and _bound, wasted_rows_finish_mean, _max and _over_bound (how many
+                        wasted more than depth - 1 and the steps of their own round trip),
                         session_round_trip_steps_mean, session_round_trip_ms_p50/p99 (an answer to a request that is
                         refused), tokens_after_end
     split               by arrangement, num_rows, plans_in_flight: us_per_step, us_per_token, scheduler_cpu_us_per_step

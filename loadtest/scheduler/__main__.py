@@ -64,7 +64,7 @@ def _cost(figures: dict[str, object], is_quick: bool) -> None:
 
 
 def _overlap(figures: dict[str, object], is_quick: bool) -> None:
-    settings = OverlapSettings(warmup_s=0.5, measure_s=1.0, num_stops=8) if is_quick else OverlapSettings()
+    settings = OverlapSettings(warmup_s=0.5, measure_s=1.0, num_stops=8, num_long=3) if is_quick else OverlapSettings()
     rows = measure_overlap(settings)
     figures["overlap"] = rows
     figures["executor_idle_pct"] = next(

@@ -7,6 +7,8 @@ idle    time between the end of one step and the start of the next while a reque
 waste   rows computed for requests that had ended. A stop token is found by the core: at most depth - 1 rows. A Finish
         comes from the driver, as from a tokenizer that found a stop string: depth - 1 rows and those of the steps that
         ended while the news went to the driver and Finish came back, the step with the last token included
+long    the longest wait between two steps, in the measured time, and while prompts of 32,768 tokens arrive: what one of
+        them may hold the step loop up beyond the plans that are out already
 late    tokens that the driver was told after the end of a request; must be 0
 """
 
@@ -24,6 +26,7 @@ from loadtest.bench.stack import Diary, Stack, StackSettings, running_stack
 from loadtest.bench.steps import StepCost, idleness, num_steps_ended
 from loadtest.bench.table import to_table
 from loadtest.report import percentile
+from loadtest.scheduler.cost import LONG_PROMPT_TOKENS, make_prompt
 
 _SPARE = 8  # requests that wait, so that a place is taken in the step after it became free
 
@@ -36,6 +39,7 @@ class OverlapSettings:
         num_running: requests that run all the time.
         measure_s: seconds measured, after `warmup_s`.
         num_stops: requests that end by a stop token, and as many that end by Finish, behind the measured time.
+        num_long: prompts of 32,768 tokens that come every `long_every_s` behind those.
     """
 
     step_ms: float = 2.0
@@ -44,6 +48,8 @@ class OverlapSettings:
     warmup_s: float = 1.5
     measure_s: float = 8.0
     num_stops: int = 48
+    num_long: int = 16
+    long_every_s: float = 0.1
     prompt_tokens: int = 32
     output_tokens: int = 256
     stop_at: int = 20
@@ -55,7 +61,8 @@ class _Run:
 
     from_s: float = 0.0
     to_s: float = 0.0
-    num_running: list[int] = field(default_factory=list)
+    long_from_s: float = 0.0
+    long_to_s: float = 0.0
     by_core: list[Call] = field(default_factory=list)
     by_finish: list[Call] = field(default_factory=list)
     trips_s: list[float] = field(default_factory=list)
@@ -103,9 +110,21 @@ async def _drive(settings: OverlapSettings, stack: Stack) -> _Run:
             assert refused.ended_s is not None
             run.trips_s.append(refused.ended_s - refused.submitted_s)
         await session.wait_for([*run.by_core, *run.by_finish])
+        await _send_long_prompts(settings, session, run)
         await asyncio.sleep(20 * settings.step_ms / 1000)  # late tokens would come in this time
         run.num_late_tokens = sum(call.num_after_end for call in calls)
     return run
+
+
+async def _send_long_prompts(settings: OverlapSettings, session: Session, run: _Run) -> None:
+    run.long_from_s = time.monotonic()
+    calls = []
+    for i in range(settings.num_long):
+        prompt = make_prompt(45_000 + i, LONG_PROMPT_TOKENS)
+        calls.append(session.submit(Work(prompt, max_tokens=1, name="long")))
+        await asyncio.sleep(settings.long_every_s)
+    await session.wait_for(calls)
+    run.long_to_s = time.monotonic()
 
 
 def _delays(settings: OverlapSettings) -> Iterator[float]:
@@ -126,6 +145,7 @@ def _work(settings: OverlapSettings, number: int, **changes: object) -> Work:
 
 def _figures(settings: OverlapSettings, depth: int, run: _Run, diary: Diary) -> dict[str, object]:
     idle = idleness(diary.steps, run.from_s, run.to_s)
+    beside_long = idleness(diary.steps, run.long_from_s, run.long_to_s)
     rows = [s.num_rows for s in diary.steps if run.from_s <= s.start_s and s.end_s <= run.to_s]
     by_core = [diary.num_samples[call.request_id] - settings.stop_at for call in run.by_core]
     by_finish = [diary.num_samples[call.request_id] - settings.stop_at for call in run.by_finish]
@@ -138,6 +158,8 @@ def _figures(settings: OverlapSettings, depth: int, run: _Run, diary: Diary) -> 
         "step_ms_p50": None if idle.step_ms is None else idle.step_ms[0],
         "gap_us_p50": None if idle.gap_us is None else idle.gap_us[0],
         "gap_us_p99": None if idle.gap_us is None else idle.gap_us[1],
+        "gap_us_max": None if idle.gap_us is None else idle.gap_us[2],
+        "gap_us_max_beside_long_prompts": None if beside_long.gap_us is None else beside_long.gap_us[2],
         "wasted_rows_stop_token_max": max(by_core),
         "wasted_rows_stop_token_bound": depth - 1,
         "wasted_rows_finish_mean": sum(by_finish) / len(by_finish),
@@ -167,7 +189,9 @@ def overlap_table(figures: list[dict[str, object]]) -> str:
         "rows_per_step_mean": "rows",
         "gap_us_p50": "gap us p50",
         "gap_us_p99": "p99",
-        "wasted_rows_stop_token_max": "wasted: stop token, max",
+        "gap_us_max": "max",
+        "gap_us_max_beside_long_prompts": "max, 32k prompts",
+        "wasted_rows_stop_token_max": "waste: stop token, max",
         "wasted_rows_finish_mean": "Finish, mean",
         "wasted_rows_finish_max": "max",
         "session_round_trip_steps_mean": "trip in steps",

@@ -267,21 +267,22 @@ def split_table(figures: list[dict[str, object]]) -> str:
     by_key = {(row["num_rows"], row["plans_in_flight"], row["arrangement"]): row for row in figures}
     sizes = sorted({int(str(row["num_rows"])) for row in figures})
     depths = sorted({int(str(row["plans_in_flight"])) for row in figures})
-    header = ["rows, arrangement"]
+    header = ["rows, arrangement", "scheduler CPU us/step"]
     for depth in depths:
-        header += [f"{depth} in flight: us/step", "us/token", "hop adds us/step", "scheduler CPU us/step"]
+        header += [f"{depth} in flight: us/step", "us/token", "hop adds"]
     lines: list[list[object]] = []
     for size, (i, arrangement) in itertools.product(sizes, enumerate(ARRANGEMENTS)):
         line: list[object] = [f"{size:>4} {arrangement}"]
+        line.append(by_key[size, depths[-1], arrangement]["scheduler_cpu_us_per_step"])
         for depth in depths:
             row = by_key[size, depth, arrangement]
             before = by_key[size, depth, ARRANGEMENTS[i - 1]] if i else None
             line += [row["us_per_step"], row["us_per_token"], difference(row, before)]
-            line.append(row["scheduler_cpu_us_per_step"])
         lines.append(line)
     note = (
         "Measured: steps of 0 ms, all rows decode. local: one process, no gRPC; execute: executor behind a gRPC "
-        "stream; session: reader behind a second one, as in production."
+        "stream;\nsession: reader behind a second one, as in production. "
+        f"CPU with {depths[-1]} in flight; hop adds us/step."
     )
     return f"{to_table(header, lines)}\n{note}"
 

@@ -23,7 +23,14 @@ def number(row: dict[str, object], name: str) -> float:
 def test_the_executor_is_busier_with_two_plans_in_flight_and_little_is_computed_in_vain() -> None:
     """Steps of 10 ms: a busy machine has time for the scheduler's part within one."""
     settings = OverlapSettings(
-        step_ms=10.0, num_running=16, depths=(1, 2), warmup_s=0.3, measure_s=1.0, num_stops=6, output_tokens=64
+        step_ms=10.0,
+        num_running=16,
+        depths=(1, 2),
+        warmup_s=0.3,
+        measure_s=1.0,
+        num_stops=6,
+        num_long=1,
+        output_tokens=64,
     )
     one, two = rows = measure_overlap(settings)
     assert number(two, "executor_idle_pct") < 25
@@ -45,7 +52,7 @@ def test_the_split_is_measured_hop_by_hop() -> None:
     assert all(number(row, "us_per_step") > 0 and number(row, "scheduler_cpu_us_per_step") > 0 for row in rows)
     local, execute = rows[0], rows[2]
     assert number(local, "us_per_step") < number(execute, "us_per_step"), "a hop costs something"
-    assert "hop adds us/step" in split_table(rows)
+    assert "hop adds" in split_table(rows)
 
 
 def test_overload_is_answered_at_once_and_a_short_request_waits_for_few_chunks() -> None:

@@ -76,4 +76,4 @@ def test_the_split_table_says_what_each_hop_adds() -> None:
     rows = [row("local", 20.0), row("execute", 50.0), row("session", 90.0)]
     assert difference(rows[0], None) is None
     assert difference(rows[2], rows[1]) == 40.0
-    assert [line.split()[-2] for line in split_table(rows).splitlines()[1:4]] == ["-", "30.0", "40.0"]
+    assert [line.split()[-1] for line in split_table(rows).splitlines()[1:4]] == ["-", "30.0", "40.0"]
