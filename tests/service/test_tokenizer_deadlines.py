@@ -22,6 +22,7 @@ from tests.service.tokenizer_stack import (
 )
 from tokenloom.common.errors import DeadlineExceeded
 from tokenloom.common.metrics import REGISTRY
+from tokenloom.tokenizer import generation
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED
 LONG: dict[str, Any] = {"max_model_len": 1 << 20}
@@ -85,7 +86,7 @@ def test_a_request_that_expires_while_decoding_ends_with_one_error_and_no_finish
         async with tokenizer_on(tmp_path, engine=LONG) as stack:
             gateway = await opened(stack)
             await gateway.start(
-                complete_request([5], num_choices=num_choices, remaining_time_ms=400, max_tokens=1_000_000)
+                complete_request([5], num_choices=num_choices, remaining_time_ms=1000, max_tokens=1_000_000)
             )
             await until(lambda: gateway.failed)
             await until(lambda: stack.engine.num_living == 0)
@@ -98,7 +99,7 @@ def test_a_request_that_expires_while_decoding_ends_with_one_error_and_no_finish
 
             answer = Answer()
             with pytest.raises(DeadlineExceeded):
-                await stack.complete([5], answer=answer, max_tokens=1_000_000, remaining_time_ms=400)
+                await stack.complete([5], answer=answer, max_tokens=1_000_000, remaining_time_ms=1000)
             assert answer.texts[0]
             assert set(answer.kinds) == {"accepted", "delta"}
 
@@ -110,7 +111,7 @@ def test_a_choice_that_ended_in_time_does_not_end_its_late_request_well(tmp_path
         async with tokenizer_on(tmp_path) as stack:
             stack.engine.may_step.clear()
             gateway = await opened(stack)
-            await gateway.start(complete_request([5], [6], remaining_time_ms=500, max_tokens=1))
+            await gateway.start(complete_request([5], [6], remaining_time_ms=1500, max_tokens=1))
             await until(lambda: stack.engine.num_living == 2)
             stack.engine.hold(choice_index=1)
             stack.engine.may_step.set()
@@ -128,7 +129,7 @@ def test_the_calls_own_deadline_ends_the_request_at_the_engine(tmp_path: Path) -
             before = num_ended("deadline_exceeded")
             for is_prompt in (True, False):
                 stack.engine.is_prompt = is_prompt
-                call = stack.stub.Complete(complete_request([5], max_tokens=1_000_000), timeout=0.3)
+                call = stack.stub.Complete(complete_request([5], max_tokens=1_000_000), timeout=1.0)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     async for _ in call:
                         pass
@@ -139,15 +140,15 @@ def test_the_calls_own_deadline_ends_the_request_at_the_engine(tmp_path: Path) -
     run(scenario())
 
 
-def test_a_request_without_time_is_ended_without_the_engine(tmp_path: Path) -> None:
+def test_a_request_without_time_is_ended_without_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_DEADLINE_GRACE_S", 600.0)  # that is for the engine alone
+
     async def scenario() -> None:
         async with tokenizer_on(tmp_path) as stack:
-            started_s = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 await stack.chat(remaining_time_ms=0)
             with pytest.raises(DeadlineExceeded):
                 await stack.complete([5], remaining_time_ms=0)
-            assert time.monotonic() - started_s < 0.9  # not as long as one waits for an engine
             assert stack.engine.submits == []
 
     run(scenario())

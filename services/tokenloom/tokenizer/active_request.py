@@ -94,10 +94,9 @@ class ActiveRequest:
         limit_s = self.request.remaining_time_s
         return None if limit_s is None else self._started_at_s + limit_s
 
-    @property
-    def is_late(self) -> bool:
-        """Its time is up."""
-        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+    def is_late(self, margin_s: float = 0.0) -> bool:
+        """Its time is up, or will be in `margin_s` seconds."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s - margin_s
 
     @property
     def duration_s(self) -> float:
@@ -186,7 +185,7 @@ class ActiveRequest:
         Raises: DeadlineExceeded if its time is up, and the engine need not see it; FailedPrecondition if `earlier` has
             other prompts; as `EngineClient.submit`.
         """
-        if self.is_late:
+        if self.is_late():
             raise DeadlineExceeded(TIME_IS_UP)
         if earlier is not None and not earlier.done.done() and earlier._prompts != self._prompts:
             raise FailedPrecondition("the request id is in use for other prompts", field="request_id")

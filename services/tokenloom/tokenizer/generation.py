@@ -39,6 +39,7 @@ from tokenloom.tokenizer.validation import check_num_prompt_ids, check_prompt, c
 
 log = logging.getLogger(__name__)
 _DEADLINE_GRACE_S = 1.0  # the engine ends a request at its deadline; this is for an engine that does not answer
+_CLOCK_MARGIN_S = 0.1  # gRPC ends a call whose time is up by itself, by the client's clock and thus a little earlier
 _RETRY_AFTER_S = 1.0
 
 
@@ -176,7 +177,7 @@ class GenerationService:
         try:
             yield
         except asyncio.CancelledError:
-            outcome = "deadline_exceeded" if active.is_late else "cancelled"  # gRPC ends late calls by itself
+            outcome = "deadline_exceeded" if active.is_late(_CLOCK_MARGIN_S) else "cancelled"
             raise
         except TokenloomError as error:
             outcome = error.code.name.lower()
