@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ class Stages:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def stream(self, headers: Mapping[str, str] | None = None, **body: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, headers: Mapping[str, str] | None = None, **body: Any) -> AsyncGenerator[dict[str, Any]]:
         """The events of a streamed text completion, an error event included; without its end mark."""
         body = greedy_body(stream=True, **body)
         async with self.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +54,9 @@ class StepLog:
         """Rows of a call's choices; the engine names them by the call's id and `:` and their number."""
         return [row for row in self.rows if row.request_id.rpartition(":")[0].endswith(request_id)]
 
-    async def catch_up(self, stages: Stages) -> None:
+    async def catch_up(self, stages: Stages, headers: Mapping[str, str] | None = None) -> None:
         """Return when every plan made before has been seen: a request of one token marks the place."""
-        marker = await stages.complete(prompt=[3], max_tokens=1)
+        marker = await stages.complete(headers, prompt=[3], max_tokens=1)
         async with asyncio.timeout(_LIMIT_S):
             while not self.rows_of(marker["id"]):
                 await self.next_step()

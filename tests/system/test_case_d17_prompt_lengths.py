@@ -40,7 +40,7 @@ def test_a_prompt_of_any_length_gives_the_same_cold_and_cached(
 ) -> None:
     async def test() -> None:
         executor = {"block_size": BLOCK_SIZE}
-        async with running_stages(tmp_path, executor=executor, max_num_batched_tokens=chunk) as stages:
+        async with running_stages(tmp_path, executor=executor, max_num_batched_tokens=chunk, max_num_seqs=4) as stages:
             caplog.clear()
             async with watch_steps(stages) as log:
                 answers = {n: [await ask(stages, prompt_of(n)) for _ in range(3)] for n in range(1, 4 * BLOCK_SIZE + 2)}

@@ -22,7 +22,7 @@ BUDGET = 32
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagesOfModule]:
     folder = tmp_path_factory.mktemp("stack")
-    with stages_of_module(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=BUDGET) as running:
+    with stages_of_module(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=BUDGET, max_num_seqs=BUDGET) as running:
         yield running
 
 

@@ -131,7 +131,7 @@ def embedded_weights() -> Path:
 
 def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preemption(embedded_weights: Path) -> None:
     prompts = tokenize("embedded", PROMPTS)
-    flags = ("--dtype=float32", "--max-num-batched-tokens=48")
+    flags = ("--dtype=float32", "--max-num-batched-tokens=48", "--max-num-seqs=16")
     with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="24") as stack:
         before = stack.metrics()
         ours = asyncio.run(greedy(stack, prompts))
@@ -146,7 +146,7 @@ def test_greedy_equals_transformers_with_prefix_hits_chunked_prefill_and_preempt
 def test_other_families_equal_transformers(family: Family, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / f"tiny-{family}", family)
     prompts = tokenize(str(folder), PROMPTS)
-    flags = (f"--model={folder}", "--dtype=float32", "--max-num-batched-tokens=48")
+    flags = (f"--model={folder}", "--dtype=float32", "--max-num-batched-tokens=48", "--max-num-seqs=16")
     with running_stack(*flags, TOKENLOOM_NUM_BLOCKS="24") as stack:
         ours = asyncio.run(greedy(stack, prompts))
         assert stack.metrics()["tokenloom_num_preemptions_total"] > 0
