@@ -34,11 +34,12 @@ def test_the_executor_is_busier_with_two_plans_in_flight_and_little_is_computed_
     )
     one, two = rows = measure_overlap(settings)
     assert number(two, "executor_idle_pct") < 25
-    assert number(two, "executor_idle_pct") < number(one, "executor_idle_pct")
+    assert number(two, "executor_idle_pct") < 0.7 * number(one, "executor_idle_pct")
     assert number(one, "wasted_rows_stop_token_max") == 0, "a stop token wastes depth - 1 rows at most"
     assert number(two, "wasted_rows_stop_token_max") <= 1, "a stop token wastes depth - 1 rows at most"
     for row in rows:
         assert row["wasted_rows_finish_over_bound"] == 0, "Finish wastes depth - 1 and its session round trip at most"
+        assert number(row, "session_round_trip_steps_mean") < 8, "a session's round trip takes milliseconds"
         assert row["tokens_after_end"] == 0, "no wasted token is told"
     assert len(overlap_table(rows).splitlines()) == 3
 

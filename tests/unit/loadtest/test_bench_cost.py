@@ -50,10 +50,10 @@ def test_cost_grows_neither_with_blocks_nor_with_those_that_wait() -> None:
 
 
 def test_a_known_prefix_is_looked_up_without_hashing_it_again() -> None:
-    rows = {row["name"]: float(str(row["p50_ms"])) for row in measure_long_prompt(3)}
+    rows = {row["name"]: float(str(row["p50_ms"])) for row in measure_long_prompt(5)}
     hashing = rows["add_request, prompt unknown (hashes all blocks)"]
-    assert rows["prefix look-up, another one computes the prefix"] < hashing / 5
-    assert rows["prefix look-up, all blocks cached"] < hashing
+    assert rows["prefix look-up, another one computes the prefix"] < hashing / 50
+    assert rows["prefix look-up, all blocks cached"] < hashing / 2
 
 
 def test_the_tables_have_a_line_for_each_case() -> None:
