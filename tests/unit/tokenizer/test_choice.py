@@ -272,6 +272,14 @@ def test_a_deadline_is_an_error_and_never_length(tiny: TokenizerAssets) -> None:
     assert owner.finished is None
 
 
+@pytest.mark.parametrize("reason", [EngineFinishReason.DEADLINE, EngineFinishReason.ERROR, EngineFinishReason.ABORTED])
+def test_a_choice_that_failed_before_it_began_never_started(tiny: TokenizerAssets, reason: EngineFinishReason) -> None:
+    choice, owner = make_choice(tiny)
+    choice.on_finished(EngineFinish(reason, None))
+    assert owner.error is not None
+    assert owner.num_starts == 0
+
+
 def test_a_stop_string_within_the_first_min_tokens_is_text(smollm: TokenizerAssets) -> None:
     ids = encode(smollm, "one END two three END four")
     first_end = next(i for i in range(len(ids)) if "END" in smollm.tokenizer.decode(ids[: i + 1]))

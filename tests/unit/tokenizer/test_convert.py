@@ -34,8 +34,10 @@ def test_what_is_left_out_stays_apart_from_zero() -> None:
             stop=common_pb2.StopConditions(max_tokens=0),
             num_choices=0,
             skip_special_tokens=False,
+            priority_class=0,
         )
     )
+    assert given.priority_class == 0
     assert given.sampling == SamplingParams(temperature=0, top_p=0, top_k=0, seed=0, num_logprobs=0)
     assert given.stop == StopConditions(max_tokens=0)
     assert (given.num_choices, given.skip_special_tokens) == (0, False)

@@ -8,6 +8,7 @@ import uvloop
 
 from tokenloom.api.v1 import engine_pb2
 from tokenloom.common.errors import Internal, TokenloomError, Unavailable
+from tokenloom.common.keys_file import Tenant
 from tokenloom.tokenizer import engine_outbox
 from tokenloom.tokenizer.domain import EngineInfo, SamplingParams, StopConditions, Submission, Trace
 from tokenloom.tokenizer.engine_client import EngineClient
@@ -83,6 +84,31 @@ def test_large_submissions_are_spread_over_messages_and_ends_come_last(
     messages: list[Message] = list(outbox.messages())
     assert [[submit.handle for submit in message.submits] for message in messages] == [[1, 2], [3, 4], [5]]
     assert [len(message.cancels) for message in messages] == [0, 0, 1]
+
+
+def test_tenants_are_defined_in_the_first_message_and_once(
+    outbox: EngineOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_outbox, "_MAX_SUBMITTED_IDS_PER_MESSAGE", 3)
+    outbox.add_submit(1, entry())
+    outbox.add_submit(2, entry())
+    outbox.add_tenants([Tenant("a", 0.5, max_queued=3), Tenant("b")])
+    messages: list[Message] = list(outbox.messages())
+    assert [[policy.tenant for policy in message.tenants] for message in messages] == [["a", "b"], []]
+    limited, free = messages[0].tenants
+    assert (limited.weight, limited.max_num_waiting) == (0.5, 3)
+    assert not limited.HasField("max_num_running")
+    assert [field.name for field, _ in free.ListFields()] == ["tenant", "weight"]
+
+
+def test_tenants_alone_are_a_message_and_are_forgotten_with_the_session(outbox: EngineOutbox) -> None:
+    outbox.add_tenants([Tenant("a")])
+    assert outbox.filled.is_set()
+    (message,) = outbox.messages()
+    assert len(message.tenants) == 1
+    outbox.add_tenants([Tenant("a")])
+    outbox.clear()
+    assert list(outbox.messages()) == []
 
 
 def test_a_submission_taken_back_is_never_written(outbox: EngineOutbox) -> None:
