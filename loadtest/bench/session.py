@@ -48,7 +48,7 @@ class Call:
 
     Args:
         num_tokens: that it was told, those that Finish does not keep included.
-        num_after_end: tokens told after the end: after Finished, or behind the stop token. Must stay 0.
+        num_after_end: tokens told after Finished; must stay 0.
         finish_said_s: when the driver said Finish.
         refusal: why it was not taken; empty if it was.
     """

@@ -9,7 +9,7 @@ waste   rows computed for requests that had ended. A stop token is found by the 
         ended while the news went to the driver and Finish came back, the step with the last token included
 long    the longest wait between two steps, in the measured time, and while prompts of 32,768 tokens arrive: what one of
         them may hold the step loop up beyond the plans that are out already
-late    tokens that the driver was told after the end of a request; must be 0
+late    tokens that the driver was told after the end of a request or behind its stop token; must be 0
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ async def _drive(settings: OverlapSettings, stack: Stack) -> _Run:
         await _send_long_prompts(settings, session, run)
         await asyncio.sleep(20 * settings.step_ms / 1000)  # late tokens would come in this time
         run.num_late_tokens = sum(call.num_after_end for call in calls)
+        run.num_late_tokens += sum(call.num_tokens - settings.stop_at for call in run.by_core)
     return run
 
 
