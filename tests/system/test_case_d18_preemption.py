@@ -11,6 +11,7 @@ import pytest
 
 from tests.system.in_process import Stages, StagesOfModule, stages_of_module, total
 from tests.system.step_log import watch_steps
+from tokenloom.api.v1 import engine_pb2
 
 NUM_OUTPUT = 200
 NUM_BLOCKS = 40  # the ten choices below want 14 blocks each
@@ -84,6 +85,8 @@ def test_streams_in_a_pool_too_small_for_them_say_what_each_says_alone(stages: S
         after = await stages.metrics()
         num_preempted = sum(len(step.preempted_request_ids) for step in log.steps)
         assert num_preempted > 0
+        reasons = [reason for step in log.steps for reason in step.preempt_reasons]
+        assert reasons == [engine_pb2.PREEMPT_REASON_BLOCKS] * num_preempted
         counted = total(after, "tokenloom_num_preemptions_total") - total(between, "tokenloom_num_preemptions_total")
         assert counted == num_preempted
         for body, expected, got in zip(asked, alone, together, strict=True):

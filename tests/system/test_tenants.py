@@ -89,10 +89,10 @@ class Flood:
         assert all(isinstance(end, dict | asyncio.CancelledError) for end in ends), ends
 
 
-async def until_runs(log: StepLog, tenant: str, num_rows: int = 1) -> None:
-    """Wait for a plan with so many rows of a tenant and others of it waiting."""
+async def until_waiting(log: StepLog, count: int) -> None:
+    """Wait until all rows are taken and so many requests wait."""
     async with asyncio.timeout(30):
-        while not log.steps or list(log.steps[-1].tenants).count(tenant) < num_rows:
+        while not log.steps or log.steps[-1].load.num_waiting < count:
             await log.next_step()
 
 
@@ -102,9 +102,7 @@ def test_a_light_tenant_gets_its_first_token_soon_under_a_flood(stages: StagesOf
     async def test(stages: Stages) -> None:
         num_waited: list[int] = []
         async with watch_steps(stages) as log, Flood(stages, "flood"):
-            await until_runs(log, "flood", MAX_NUM_SEQS)
-            while log.steps[-1].load.num_waiting < 30:
-                await log.next_step()
+            await until_waiting(log, 30)
             for number in range(7):
                 last = log.last_step_id
                 answer = await stages.complete(headers("light"), prompt=prompt_of(100 + number), max_tokens=1)
@@ -123,12 +121,14 @@ def test_a_light_tenant_gets_its_first_token_soon_under_a_flood(stages: StagesOf
 
 def test_tenants_that_both_flood_are_served_by_weight(stages: StagesOfModule) -> None:
     async def test(stages: Stages) -> None:
-        async with watch_steps(stages) as log, Flood(stages, "heavy"), Flood(stages, "light"):
-            while not log.steps or len(set(log.steps[-1].tenants)) < 2 or log.steps[-1].load.num_waiting < 50:
-                await log.next_step()
-            first = len(log.steps)
-            while len(log.steps) < first + 150:
-                await log.next_step()
+        async with watch_steps(stages) as log, Flood(stages, "light"):
+            await until_waiting(log, 30)
+            async with Flood(stages, "heavy"):
+                while len(set(log.steps[-1].tenants)) < 2 or log.steps[-1].load.num_waiting < 50:
+                    await log.next_step()
+                first = len(log.steps)
+                while len(log.steps) < first + 150:
+                    await log.next_step()
             window = log.steps[first : first + 150]
         served = Counter(
             tenant for step in window for tenant, samples in zip(step.tenants, step.samples, strict=True) if samples
@@ -142,7 +142,8 @@ def test_a_tenants_limits_of_running_and_queued_requests_hold_and_are_told(stage
     async def test(stages: Stages) -> None:
         async with watch_steps(stages) as log:
             running = asyncio.create_task(stages.complete(headers("narrow"), prompt=prompt_of(0), max_tokens=400))
-            await until_runs(log, "narrow")
+            while not log.steps or "narrow" not in log.steps[-1].tenants:
+                await log.next_step()
             queued = [asyncio.create_task(post(stages, "narrow", prompt=prompt_of(i), max_tokens=4)) for i in (1, 2)]
             while log.steps[-1].load.num_waiting < 2:
                 await log.next_step()
