@@ -14,6 +14,8 @@ from loadtest.run import make_prompt
 from loadtest.settings import Settings, parse_settings
 
 _RETRY_S = 0.25
+_OVERLOAD = 10
+_TICK_S = 0.01
 _REFUSED = "http 429"
 
 
@@ -55,11 +57,22 @@ class Crowd:
         self.outcomes.append(outcome)
         return outcome
 
+    async def arrive(self, rate_per_s: float, duration_s: float) -> None:
+        """Let requests come at a fixed rate, each from a client of its own; returns when the time is over."""
+        started_s = time.monotonic()
+        while (passed_s := time.monotonic() - started_s) < duration_s:
+            while len(self._tasks) < rate_per_s * passed_s:
+                self._tasks.append(asyncio.create_task(self._single()))
+            await asyncio.sleep(_TICK_S)
+
     async def stop(self) -> None:
         """Hang up."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _single(self) -> None:
+        await self.once()
 
     async def _loop(self) -> None:
         client = Client(self._settings)
@@ -74,20 +87,27 @@ class Crowd:
 
 
 async def measure_refusals(settings: Settings, num_clients: int, duration_s: float) -> dict[str, object]:
-    """Time from a request to its 429, while `num_clients` want to be served; a refused one tries again soon."""
-    crowd = Crowd(settings, "overload")
+    """Time from a request to its 429 at ten times overload.
+
+    First `num_clients` clients, as many as the stack takes, show in a third of the time what it can serve; they go on,
+    and for the rest of the time requests come beside them at ten times that rate, whatever becomes of them.
+    """
+    crowd, others = Crowd(settings, "steady"), Crowd(settings, "overload")
     crowd.start(num_clients)
-    await asyncio.sleep(duration_s)
+    await asyncio.sleep(duration_s / 3)
+    rate = max(1, sum(not outcome.error for outcome in crowd.outcomes)) / (duration_s / 3)
+    await others.arrive(_OVERLOAD * rate, duration_s * 2 / 3)
     await crowd.stop()
-    refused = [o.ended_s - o.started_s for o in crowd.outcomes if o.error.startswith(_REFUSED)]
-    others = sorted({o.error for o in crowd.outcomes if o.error and not o.error.startswith(_REFUSED)})
+    await others.stop()
+    outcomes = crowd.outcomes + others.outcomes
+    refused = [o.ended_s - o.started_s for o in outcomes if o.error.startswith(_REFUSED)]
     return {
-        "num_clients": num_clients,
-        "num_served": sum(not o.error for o in crowd.outcomes),
+        "served_per_s": rate,
+        "offered_per_s": _OVERLOAD * rate,
         "num_refused": len(refused),
         "refusal_ms_p50": 1e3 * percentile(refused, 50) if refused else None,
         "refusal_ms_p99": 1e3 * percentile(refused, 99) if refused else None,
-        "other_errors": others,
+        "other_errors": sorted({o.error for o in outcomes if o.error and not o.error.startswith(_REFUSED)}),
     }
 
 

@@ -19,8 +19,8 @@ prompts). Each prints a table; all write build/bench-scheduler.json:
     split               by arrangement, num_rows, plans_in_flight: us_per_step, us_per_token, scheduler_cpu_us_per_step
     admission           {"overload": capacity_per_s, offered_per_s, served_per_s, num_refused, refusal_ms_p50/p99,
                         ttft_ms_p50; "long_prompt": chunk_ms, ttft_alone_ms_p50, ttft_behind_ms_p50/max,
-                        extra_chunks_p50/p95/max}; with --url also "http": num_clients, num_served, num_refused,
-                        refusal_ms_p50/p99, other_errors
+                        extra_chunks_p50/p95/max}; with --url also "http": served_per_s, offered_per_s,
+                        num_refused, refusal_ms_p50/p99, other_errors
 
 Lists hold an object per row of the table. What was not measured is null.
 """

@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
         PARTS,
         "build/bench-scheduler.json",
     )
-    parser.add_argument("--clients", type=int, default=120, help="clients at --url: ten times what it can take")
+    parser.add_argument(
+        "--clients", type=int, default=16, help="clients at --url: as many requests as it takes at once"
+    )
     parser.add_argument("--api-key", default="", help="key to send to --url")
     given = parser.parse_args(argv)
     parts = chosen_parts(parser, given.parts, PARTS)

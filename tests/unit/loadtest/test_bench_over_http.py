@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -61,24 +62,28 @@ async def server(answer: Answer) -> AsyncIterator[str]:
 
 
 def test_refusals_are_timed_and_other_errors_named() -> None:
-    answers = iter([REFUSAL, b"HTTP/1.1 500 x\r\ncontent-length: 0\r\n\r\n"])
+    numbers = itertools.count()
 
     async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
-        data = next(answers, None)
-        if data is None:
-            await stream(writer)
+        number = next(numbers)
+        if number == 0:
+            writer.write(b"HTTP/1.1 500 x\r\ncontent-length: 0\r\n\r\n")
+        elif number > 10:
+            writer.write(REFUSAL)
         else:
-            writer.write(data)
+            await stream(writer)
 
     async def measure() -> dict[str, object]:
         async with server(answer) as url:
-            return await measure_refusals(http_settings(url, "", 4, 2), num_clients=3, duration_s=1.0)
+            return await measure_refusals(http_settings(url, "", 4, 2), num_clients=3, duration_s=0.9)
 
     figures = asyncio.run(asyncio.wait_for(measure(), LIMIT_S))
-    assert figures["num_refused"] == 1
     assert figures["other_errors"] == ["http 500"]
-    assert isinstance(figures["num_served"], int)
-    assert figures["num_served"] >= 1
+    assert isinstance(figures["num_refused"], int)
+    assert isinstance(figures["served_per_s"], float)
+    assert figures["num_refused"] >= 3
+    assert 0 < figures["served_per_s"] <= 10 / 0.3
+    assert figures["offered_per_s"] == pytest.approx(10 * figures["served_per_s"])
     assert isinstance(figures["refusal_ms_p99"], float)
 
 
