@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -48,6 +49,22 @@ def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
     [line] = ended.stderr.splitlines()
     assert address in line
     assert "--listen" in line
+
+
+def test_a_fault_in_the_keys_file_that_the_environment_names_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("[[key]]\n")
+    ended = subprocess.run(
+        [*GATEWAY, "--listen", f"unix:{tmp_path}/http.sock"],
+        env={**os.environ, "TOKENLOOM_KEYS_FILE": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert f"keys file {path}: key 1: sha256 is missing" in line
 
 
 def test_the_load_client_measures_the_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,10 @@ def test_faults_at_start_are_one_line_that_says_what_to_do(tmp_path: Path, model
     (model / "tokenizer.json").write_text("{")
     assert "tokenizer.json cannot be read" in fault(f"--model={model}")
     assert "--max-active-choices" in fault("--max-active-choices=none")
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[key]]\nsha256 = "{"0" * 64}"\ntenant = "t"\nhighest_class = "top"\n')
+    line = fault(f"--model={model}", f"--keys-file={keys}")
+    assert f"keys file {keys}: key 1: highest_class: 'top' is not accepted; expected a whole number" in line
 
 
 def test_an_address_in_use_is_a_fault(tmp_path: Path, model: Path) -> None:
@@ -113,6 +117,15 @@ def test_an_address_in_use_is_a_fault(tmp_path: Path, model: Path) -> None:
 
 def test_help_names_every_setting_and_its_twin() -> None:
     text = subprocess.run(command("--help"), capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
-    for name in ("model", "listen", "scheduler", "api-key", "takeover-limit-s", "allow-special-tokens", "grace-s"):
+    for name in (
+        "model",
+        "listen",
+        "scheduler",
+        "api-key",
+        "keys-file",
+        "takeover-limit-s",
+        "allow-special-tokens",
+        "grace-s",
+    ):
         assert f"--{name}" in text
         assert f"TOKENLOOM_{name.upper().replace('-', '_')}" in " ".join(text.split())

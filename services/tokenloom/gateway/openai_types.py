@@ -62,7 +62,9 @@ class GenerationBody(Body):
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=0, le=MAX_U32)] | None = Field(None, description="0 is the most urgent class.")
+    priority: Annotated[int, Field(ge=0, le=MAX_U32)] | None = Field(
+        None, description="0 is the most urgent class; absent: the highest that the key may have."
+    )
     timeout: Timeout | None = None
     user: str | None = None
     stream: bool | None = None
