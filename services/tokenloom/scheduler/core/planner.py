@@ -162,10 +162,8 @@ class Planner:
 
     def _make_room(self, draft: _Draft, request: Request, shortage: Shortage) -> bool:
         """Preempt others for a waiting request, if they may be and that suffices."""
-        candidates = [
-            other for other in self._state.running if other not in draft.chunks and not other.needs_no_more_plans
-        ]
-        victims = self._preemptor.victims_for(request, self._num_blocks(request), shortage, candidates)
+        running, needed = self._state.running, self._num_blocks(request)
+        victims = self._preemptor.victims_for(request, needed, shortage, running, kept=draft.chunks)
         for preemption in victims or ():
             self._preempt(draft, preemption)
         return victims is not None
@@ -226,9 +224,8 @@ class Planner:
     def _allocate_or_preempt(self, draft: _Draft, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for a running request, others' if need be; None if it had to give way itself."""
         while (new_block_ids := self._state.kv.allocate_slots(request, num_tokens)) is None:
-            candidates = [other for other in self._state.running if other not in draft.chunks]
             draft.is_short_of_blocks = True
-            victim = self._preemptor.victim_for_block(candidates)
+            victim = self._preemptor.victim_for_block(self._state.running, kept=draft.chunks)
             self._preempt(draft, Preemption(victim, PreemptReason.BLOCKS))
             if victim is request:
                 return None

@@ -7,13 +7,13 @@ For a waiting request that finds no room:
 - running requests of lower classes;
 - while its own tenant would stay within its share: requests of the same class whose tenant holds more than its share
   and was served no less, the newest first.
-Nobody is sent away unless that makes room for sure. A request that gave way `MAX_GAVE_WAY` times gives way for no
-tenant's share any more: only class and age count for it then, so recomputing ends, whatever arrives.
+Nobody is sent away unless that makes room for sure. Recomputing ends, whatever arrives: the oldest running request of a
+tenant, once it gave way `MAX_GAVE_WAY` times, gives way for no share any more; only class and age count for it then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from tokenloom.scheduler.core.block_pool import BlockPool
@@ -53,27 +53,53 @@ class Preemptor:
         self._max_num_seqs = max_num_seqs
         self._is_fair = is_fair
 
-    def victim_for_block(self, running: Iterable[Request]) -> Request:
-        """The running request that gives its blocks to the others; there must be one."""
-        return max(running, key=self._rank)
+    def victim_for_block(self, running: Sequence[Request], kept: Container[Request]) -> Request:
+        """The running request that gives its blocks to the others.
+
+        Args:
+            running: all that run, by class and age.
+            kept: those of them that may not be sent away; not all.
+        """
+        spared = self._spared(running)
+        return max((request for request in running if request not in kept), key=lambda other: self._rank(other, spared))
 
     def victims_for(
-        self, request: Request, needed_blocks: int, shortage: Shortage, candidates: Iterable[Request]
+        self,
+        request: Request,
+        needed_blocks: int,
+        shortage: Shortage,
+        running: Sequence[Request],
+        kept: Container[Request],
     ) -> list[Preemption] | None:
         """Requests whose preemption makes room for a waiting one; None if nothing that may be done does.
 
         Args:
             needed_blocks: blocks that the request would hold.
-            candidates: running requests that may be sent away.
+            running: all that run, by class and age.
+            kept: those of them that may not be sent away.
         """
         is_entitled = self.is_within_share(request.account, needed_blocks)
+        if not running or not (is_entitled or running[-1].current_class > request.current_class):
+            return None
+        spared = self._spared(running)
         may_give_way = [
             Preemption(other, reason)
-            for other in candidates
-            if (reason := self._reason(request, other, is_entitled)) is not None
+            for other in running
+            if (reason := self._reason(request, other, is_entitled, spared)) is not None
+            and other not in kept
+            and not other.needs_no_more_plans
         ]
-        may_give_way.sort(key=lambda preemption: self._rank(preemption.request), reverse=True)
+        may_give_way.sort(key=lambda preemption: self._rank(preemption.request, spared), reverse=True)
         return self._first_that_suffice(may_give_way, shortage)
+
+    def _spared(self, running: Sequence[Request]) -> set[Request]:
+        """Requests that give way for no share any more."""
+        if not self._is_fair or self._tenants.num_alive < 2:
+            return set()
+        oldest: dict[Tenant, Request] = {}
+        for request in running:
+            oldest.setdefault(request.account, request)
+        return {request for request in oldest.values() if request.num_gave_way >= MAX_GAVE_WAY}
 
     def _first_that_suffice(self, may_give_way: list[Preemption], shortage: Shortage) -> list[Preemption] | None:
         victims: list[Preemption] = []
@@ -93,7 +119,9 @@ class Preemptor:
             num_blocks -= sum(1 for b in other.block_ids if self._pool.ref_count(b) == 1 and b not in found)
         return victims if num_rows <= 0 and num_blocks <= 0 else None
 
-    def _reason(self, request: Request, other: Request, is_entitled: bool) -> PreemptReason | None:
+    def _reason(
+        self, request: Request, other: Request, is_entitled: bool, spared: set[Request]
+    ) -> PreemptReason | None:
         """Why `other` may be sent away for `request`; None: it may not."""
         if other.current_class > request.current_class:
             return PreemptReason.PRIORITY
@@ -102,7 +130,7 @@ class Preemptor:
             and other.current_class == request.current_class
             and other.account is not request.account
             and other.account.counter >= request.account.counter
-            and other.num_gave_way < MAX_GAVE_WAY
+            and other not in spared
             and self._is_over_share(other.account, 0, 0)
         ):
             return PreemptReason.SHARE
@@ -121,10 +149,10 @@ class Preemptor:
             tenant, self._max_num_seqs
         ) or tenant.num_held_blocks - blocks_less > self._tenants.share(tenant, self._num_blocks)
 
-    def _rank(self, request: Request) -> tuple[int, float, int]:
+    def _rank(self, request: Request, spared: set[Request]) -> tuple[int, float, int]:
         """The largest gives way first."""
         over_share = 0.0
-        if self._is_fair and request.num_gave_way < MAX_GAVE_WAY:
+        if self._is_fair and request not in spared:
             over_share = self._tenants.over_share(request.account, self._max_num_seqs, self._num_blocks)
         return (request.current_class, over_share, request.arrival)
 

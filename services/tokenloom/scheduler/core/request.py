@@ -167,9 +167,10 @@ class Request:
 
     def append_output(self, token_id: int) -> FinishReason | None:
         """Add a sampled token; returns why the request ends with it, or None."""
-        self.output_token_ids.append(token_id)
+        output = self.output_token_ids
+        output.append(token_id)
         self.token_ids.append(token_id)
-        num_output = len(self.output_token_ids)
+        num_output = len(output)
         if token_id in self.stop_token_ids and num_output >= self.min_output_tokens:
             return FinishReason.STOP_TOKEN
         return FinishReason.LENGTH if num_output >= self.max_output_tokens else None

@@ -210,52 +210,59 @@ class Scheduler:
         plan = self.plans_in_flight.popleft()
         assert plan.step_id == output.step_id, "results come in the order of the plans"
         news = []
+        errors, step_error, block_size = output.row_errors, output.step_error, self.config.block_size
         for row in plan.rows:
-            row.request.num_plans_in_flight -= 1
-            if row.request.is_finished:
+            request = row.request
+            request.num_plans_in_flight -= 1
+            if request.finish_reason is not None:
                 self.stats.num_wasted_rows += 1
                 continue
-            error = output.step_error or output.row_errors.get(row.row_id)
+            error = step_error
+            if error is None and errors:
+                error = errors.get(row.row_id)
             if error is not None:
-                news.append(self._finish(row.request, FinishReason.ERROR, error))
-            elif (told := self._apply(row, output)) is not None:
-                news.append(told)
+                news.append(self._finish(request, FinishReason.ERROR, error))
+                continue
+            if request.row_id == row.row_id:
+                request.num_confirmed_tokens += row.num_scheduled_tokens
+            told = self._apply(row, output)
+            if request.num_confirmed_tokens >= (request.num_hashed_blocks + 1) * block_size:
+                self._state.kv.name_full_blocks(request)
+            if told is None:
+                continue
+            if told.finish_reason is not None and request.finish_reason is None:
+                self._finish(request, told.finish_reason)
+            news.append(told)
         return news
 
     def _apply(self, row: ScheduledRow, output: ModelOutput) -> RequestOutput | None:
+        """Take over what a row sampled; returns the news. A reason to finish is told, and for the caller to act on."""
         request = row.request
-        told = RequestOutput(request, first_token_index=len(request.output_token_ids))
-        is_current = request.row_id == row.row_id
-        if is_current:
-            request.num_confirmed_tokens += row.num_scheduled_tokens
-        reason = None
+        told = None
         if row.samples:
             sampled = output.sampled.get(row.row_id)
             if sampled is None:
                 return self._finish(request, FinishReason.ERROR, "the executor sampled no token for this request")
             request.num_pending -= 1
-            told.token_ids, told.logprobs = sampled.token_ids, sampled.logprobs
+            told = RequestOutput(request, len(request.output_token_ids), sampled.token_ids, sampled.logprobs)
             for token_id in sampled.token_ids:
-                reason = request.append_output(token_id)
+                told.finish_reason = request.append_output(token_id)
             self._charge_output(request, len(sampled.token_ids))
-        run = output.prompt_logprobs.get(row.row_id)
-        if run is not None and (run := run.since(request.num_prompt_logprobs_done)) is not None:
-            request.num_prompt_logprobs_done = run.end_position
-            told.prompt_logprobs = run
-        if is_current:
-            self.kv.name_full_blocks(request)
-        if reason is not None:
-            self._finish(request, reason)
-            told.finish_reason = reason
-        return told if told.token_ids or told.prompt_logprobs is not None else None
+        if output.prompt_logprobs and (run := output.prompt_logprobs.get(row.row_id)) is not None:
+            run = run.since(request.num_prompt_logprobs_done)
+            if run is not None:
+                request.num_prompt_logprobs_done = run.end_position
+                told = told or RequestOutput(request, len(request.output_token_ids))
+                told.prompt_logprobs = run
+        return told
 
     def _charge_output(self, request: Request, num_tokens: int) -> None:
         tenant = request.account
-        tenant.serve(num_tokens, self.config.output_token_charge)
+        tenant.serve(num_tokens, self._state.config.output_token_charge)
         if tenant.bucket is not None:
             tenant.bucket.take(num_tokens)
         if request.status is RequestStatus.WAITING:
-            self.waiting.note_grown(request, num_tokens)
+            self._state.waiting.note_grown(request, num_tokens)
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
