@@ -81,7 +81,15 @@ class Tokenizer:
         await self.call.write(engine_pb2.EngineServiceSessionRequest(**parts))
 
     async def read(self) -> None:
-        frame = await self.call.read()
+        """Read until there are news of requests; how busy the engine is does not count."""
+        while True:
+            frame = await self.read_frame()
+            if frame.rejected or frame.accepted or frame.HasField("outputs") or frame.finished:
+                return
+
+    async def read_frame(self) -> engine_pb2.EngineServiceSessionResponse:
+        """Read one frame, whatever it tells."""
+        frame: engine_pb2.EngineServiceSessionResponse = await self.call.read()
         self.frames.append(frame)
         outputs, at, logprobs_at = frame.outputs, 0, 0
         for handle, first, count in zip(outputs.handles, outputs.first_token_indexes, outputs.num_tokens, strict=True):
@@ -99,6 +107,7 @@ class Tokenizer:
         self.cached |= {accepted.handle: accepted.num_cached_tokens for accepted in frame.accepted}
         self.finished |= {finished.handle: finished for finished in frame.finished}
         self.rejected |= {rejected.handle: rejected.error for rejected in frame.rejected}
+        return frame
 
     async def read_until_ended(self, *handles: int) -> None:
         while not set(handles) <= self.finished.keys() | self.rejected.keys():

@@ -137,7 +137,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             log.warning("session of %s: %s", session.client_id, error.message)
             if len(session.refused_tenants) >= MAX_REFUSED_TENANTS:
                 raise
-            session.refused_tenants[proto.tenant] = error
+            if error.field != "tenant":  # under such a name no submit is taken anyway
+                session.refused_tenants[proto.tenant] = error
 
     async def _submit(
         self, session: TokenizerSession, submit: engine_pb2.Submit, capabilities: Capabilities, turns: Turns
