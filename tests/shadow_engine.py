@@ -232,21 +232,25 @@ class ShadowEngine:
         self.told_prompt_positions: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
         self.num_steps = 0
+        self.now_s = 0.0
         self._results: deque[ModelOutput] = deque()
         self._next_token = next_token
 
-    def add(self, request: Request) -> None:
-        """Add a request to the core and begin to listen."""
-        self.core.add_request(request)
+    def add(self, request: Request, *, is_resubmission: bool = False) -> RequestOutput | None:
+        """Add a request to the core and begin to listen; returns the end of one that gave way to it."""
+        displaced = self.core.add_request(request, self.now_s, is_resubmission=is_resubmission)
         self.told[request.request_id] = list(request.output_token_ids)
         self.told_prompt_positions[request.request_id] = []
         self.finish_reasons.pop(request.request_id, None)
+        if displaced is not None:
+            self.hear([displaced])
+        return displaced
 
     def plan(self) -> SchedulerOutput | None:
         """Make and send a plan unless `depth` are in flight."""
         if len(self.core.plans_in_flight) >= self.depth:
             return None
-        plan = self.core.schedule()
+        plan = self.core.schedule(self.now_s)
         if plan is not None:
             self._send(plan)
         return plan
@@ -312,10 +316,18 @@ class ShadowEngine:
         told = self.core.finish(request_id, reason)
         self.hear([told] if told is not None else [])
 
-    def lose_executor(self, num_blocks: int) -> list[RequestOutput]:
-        """The executor is gone with all that was in flight; another one comes, empty."""
-        self.executor = ShadowExecutor(num_blocks, self.core.config.block_size, self._next_token)
+    def pass_time(self, passed_s: float) -> list[RequestOutput]:
+        """Move the clock and end what expires."""
+        self.now_s += passed_s
+        news = self.core.expire(self.now_s)
+        self.hear(news)
+        return news
+
+    def lose_executor(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
+        """The executor is gone with all that was in flight; another one comes, empty, perhaps with other limits."""
+        block_size = (config or self.core.config).block_size
+        self.executor = ShadowExecutor(num_blocks, block_size, self._next_token)
         self._results.clear()
-        news = self.core.reset(num_blocks)
+        news = self.core.reset(num_blocks, config)
         self.hear(news)
         return news

@@ -1,17 +1,18 @@
 """The whole engine core against plain models, on a shadow executor.
 
 Tiny pools, blocks of 1 to 4 tokens and a vocabulary of two tokens, so that prefixes collide, blocks run out and
-requests are preempted all the time; up to three plans in flight whose results come late. What each request generates is
-compared with the same request served alone, and what each row reads with its own prefix (`ShadowExecutor`).
+requests are preempted all the time; tenants of random policies, classes that age, deadlines, full queues; up to three
+plans in flight whose results come late, from executors that fail and come back smaller. What each request generates is
+compared with a naive scheduler that runs it alone (`ReferenceScheduler`), what each row reads with its own prefix
+(`ShadowExecutor`), what tenants are charged with a ledger, what the cache is said to hold with what it holds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import floor
 
 import pytest
 from hypothesis import strategies as st
@@ -19,44 +20,23 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
 
+from tests.property.arrivals import CONFIGS, POLICIES, TENANTS, requests
+from tests.property.ledger import CacheMirror, ChargeLedger, block_names
 from tests.property.profiles import LONG
-from tests.shadow_engine import WANTS_PROMPT_LOGPROBS, ShadowEngine, coin, generate_alone
-from tokenloom.scheduler.core.plan import SchedulerOutput
+from tests.property.reference import Answer, ReferenceScheduler, Task
+from tests.shadow_engine import WANTS_PROMPT_LOGPROBS, ShadowEngine, coin
+from tokenloom.scheduler.core.plan import Preemption, PreemptReason, RequestOutput, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus
-from tokenloom.scheduler.core.scheduler import SchedulerConfig
-from tokenloom.scheduler.core.waiting_queue import order_of
+from tokenloom.scheduler.core.scheduler import SchedulerConfig, SchedulingPolicy
+from tokenloom.scheduler.core.tenants import TenantPolicy
 
-# Few different prompts with long common prefixes.
-PROMPTS = st.one_of(
-    st.lists(st.integers(0, 1), min_size=1, max_size=6),
-    st.integers(1, 14).map(lambda n: [0] * n),
-    st.tuples(st.integers(1, 6), st.integers(0, 3)).map(lambda n: [0, 1] * n[0] + [1] * n[1]),
-)
-CONFIGS = st.builds(
-    SchedulerConfig,
-    max_num_seqs=st.integers(1, 6),
-    max_num_batched_tokens=st.sampled_from([1, 2, 3, 5, 8, 12, 20]),
-    max_num_waiting=st.integers(2, 12),
-    max_model_len=st.integers(8, 60),
-    block_size=st.integers(1, 4),
-)
 BY_ITSELF = (FinishReason.STOP_TOKEN, FinishReason.LENGTH)
-
-
-def block_names(salt: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Names of the full blocks of these tokens, by the text of the scheme."""
-    salt_bytes = salt.encode()
-    parent = hashlib.sha256(b"tokenloom/1" + struct.pack("<I", len(salt_bytes)) + salt_bytes + struct.pack("<I", 0))
-    names = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        block = struct.pack(f"<{block_size}I", *token_ids[start : start + block_size])
-        parent = hashlib.sha256(parent.digest() + block)
-        names.append(parent.digest())
-    return names
+REFERENCE = ReferenceScheduler(coin)
 
 
 @dataclass
@@ -64,45 +44,22 @@ class Expected:
     """What the machine knows of a request without asking the core."""
 
     request: Request
-    resumed: list[int]
-    max_output_tokens: int
+    task: Task
 
-    def output(self) -> list[int]:
+    def answer(self) -> Answer:
         """All that the request generates if nobody ends it."""
-        return alone(self.request, self.max_output_tokens, self.resumed)
-
-    def ends_with_stop_token(self) -> bool:
-        """A stop token ends it, perhaps as the last token that fits."""
-        output, request = self.output(), self.request
-        return output[-1] in request.stop_token_ids and len(output) >= request.min_output_tokens
+        return REFERENCE.answer(self.task)
 
 
-def alone(request: Request, max_output_tokens: int, resumed: Sequence[int] = ()) -> list[int]:
-    """What the request generates, one token after the other, nobody else there."""
-    return generate_alone(
-        request.prompt_token_ids,
-        max_output_tokens,
-        next_token=coin,
-        stop_token_ids=request.stop_token_ids,
-        min_output_tokens=request.min_output_tokens,
-        resumed=resumed,
-    )
+@dataclass(frozen=True)
+class Before:
+    """What ran and waited before a plan was made."""
 
-
-def requests() -> st.SearchStrategy[Request]:
-    """Requests without a name; the machine names them and turns deadlines into times."""
-    return st.builds(
-        Request,
-        request_id=st.just(""),
-        prompt_token_ids=PROMPTS,
-        max_output_tokens=st.integers(1, 16),
-        stop_token_ids=st.sampled_from([frozenset[int](), frozenset[int](), frozenset({0}), frozenset({1})]),
-        min_output_tokens=st.integers(0, 8),
-        priority_class=st.integers(0, 2),
-        cache_salt=st.sampled_from(["", "", "", "blue"]),
-        deadline_s=st.sampled_from([None, None, None, None, 3.0]),
-        payload=st.sampled_from([None, None, None, None, WANTS_PROMPT_LOGPROBS]),
-    )
+    row_ids: dict[Request, int | None]
+    num_running: Counter[str]
+    num_held_blocks: Counter[str]
+    waiting: list[Request]
+    lacked_one_prompt_token: set[Request]
 
 
 pytestmark = pytest.mark.timeout(1800)  # shrinking a failure takes minutes
@@ -111,51 +68,175 @@ pytestmark = pytest.mark.timeout(1800)  # shrinking a failure takes minutes
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, plans, results, failures and ends in any order."""
 
-    @initialize(config=CONFIGS, num_blocks=st.integers(4, 20), depth=st.integers(1, 3))
-    def build(self, config: SchedulerConfig, num_blocks: int, depth: int) -> None:
+    @initialize(
+        config=CONFIGS,
+        num_blocks=st.integers(4, 20),
+        depth=st.integers(1, 3),
+        policies=st.dictionaries(st.sampled_from(TENANTS), POLICIES, max_size=3),
+        has_mirror=st.booleans(),
+    )
+    def build(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        depth: int,
+        policies: dict[str, TenantPolicy],
+        has_mirror: bool,
+    ) -> None:
         self.engine = ShadowEngine(config, num_blocks, depth=depth, next_token=coin)
         self.core = self.engine.core
-        self.block_size = config.block_size
         self.expected: dict[str, Expected] = {}
-        self.now_s = 0.0
-        self.had_no_plan = False
+        self.policies: dict[str, TenantPolicy] = {}
+        self.ledger = ChargeLedger()
+        self.counters: dict[str, float] = {}
+        self.untold: list[Request] = []
+        self.num_preemptions = 0
+        self.num_displaced = 0
+        self.charged_early: set[Request] = set()
+        self.mirror = CacheMirror(self.core.kv.pool) if has_mirror else None
+        for name, policy in policies.items():
+            self.set_policy(name, policy)
 
     # --- what happens -------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(TENANTS), policy=POLICIES)
+    def set_policy(self, name: str, policy: TenantPolicy) -> None:
+        self.core.set_tenant(name, policy)
+        self.policies[name] = policy
 
     @rule(arrivals=st.lists(requests(), min_size=1, max_size=4), num_resumed=st.sampled_from([0, 0, 0, 1, 5]))
     def arrive(self, arrivals: list[Request], num_resumed: int) -> None:
         for request in arrivals:
             self.arrive_one(request, num_resumed)
 
-    def arrive_one(self, request: Request, num_resumed: int) -> None:
+    @rule(arrival=requests(), num_resumed=st.integers(0, 6), age_s=st.integers(0, 12))
+    def arrive_again(self, arrival: Request, num_resumed: int, age_s: int) -> None:
+        self.arrive_one(arrival, num_resumed, age_s)
+
+    @rule(data=st.data())
+    def arrive_again_under_the_old_name(self, data: st.DataObject) -> None:
+        """The caller of a request that failed or was aborted submits it again with what it was told."""
+        ended = [
+            expected
+            for name, expected in sorted(self.expected.items())
+            if self.engine.finish_reasons.get(name) in (FinishReason.ERROR, FinishReason.ABORTED)
+        ]
+        if ended:
+            expected = data.draw(st.sampled_from(ended))
+            old, told = expected.request, self.engine.told[expected.request.request_id]
+            request = Request(
+                "",
+                list(old.prompt_token_ids),
+                expected.task.max_output_tokens,
+                old.stop_token_ids,
+                old.min_output_tokens,
+                tenant=old.tenant,
+                priority_class=old.priority_class,
+                cache_salt=old.cache_salt,
+            )
+            self.arrive_one(request, len(told), int(self.engine.now_s - old.submitted_s))
+
+    def arrive_one(self, request: Request, num_resumed: int, age_s: int | None = None) -> None:
         room = self.max_request_tokens() - request.num_prompt_tokens
-        max_output_tokens = min(request.max_output_tokens, room)
-        resumed = alone(request, max_output_tokens)[:-1][:num_resumed]
+        task = Task(
+            tuple(request.prompt_token_ids),
+            max(1, min(request.max_output_tokens, room)),
+            request.stop_token_ids,
+            request.min_output_tokens,
+        )
+        task = replace(task, resumed=REFERENCE.answer(task).token_ids[:-1][:num_resumed])
         request = replace(
             request,
             request_id=f"r{len(self.expected)}",
-            output_token_ids=list(resumed),
+            token_ids=[],
+            output_token_ids=list(task.resumed),
             reads_prefix_cache=request.payload != WANTS_PROMPT_LOGPROBS,
-            deadline_s=None if request.deadline_s is None else self.now_s + request.deadline_s,
+            submitted_s=self.engine.now_s - (age_s or 0),
+            deadline_s=None if request.deadline_s is None else self.engine.now_s + request.deadline_s,
         )
-        is_full = len(self.core.waiting) >= self.core.config.max_num_waiting
-        if room < 1 or is_full:
-            with pytest.raises(RequestRefused) as refused:
-                self.engine.add(request)
-            assert refused.value.is_overload == (room >= 1)
-        else:
-            self.engine.add(request)
-            self.expected[request.request_id] = Expected(request, resumed, max_output_tokens)
+        fits = self.has_place(request) or age_s is not None
+        before = self.state_of_queue()
+        waiting = list(self.core.waiting)
+        added = self.add(request, is_resubmission=age_s is not None)
+        if isinstance(added, RequestRefused):
+            assert self.state_of_queue() == before, "a refusal changes nothing"
+            assert added.is_overload == (room >= 1)
+            assert room < 1 or age_s is None
+            assert room < 1 or self.is_reason(added, request, fits)
+            return
+        assert room >= 1
+        assert (added is None) == fits
+        self.ledger.join(request, is_resubmission=age_s is not None)
+        self.expected[request.request_id] = Expected(request, task)
+        if added is not None:
+            self.check_displaced(added, request, waiting)
+
+    def add(self, request: Request, is_resubmission: bool) -> RequestOutput | RequestRefused | None:
+        try:
+            return self.engine.add(request, is_resubmission=is_resubmission)
+        except RequestRefused as refused:
+            return refused
+
+    def has_place(self, request: Request) -> bool:
+        config, waiting = self.core.config, list(self.core.waiting)
+        num_tokens = sum(other.num_tokens for other in waiting) + request.num_tokens
+        return not waiting or (len(waiting) < config.max_num_waiting and num_tokens <= config.max_num_waiting_tokens)
+
+    def state_of_queue(self) -> list[object]:
+        core = self.core
+        return [core.num_requests, len(core.waiting), core.num_waiting_tokens, core.next_deadline_s, list(core.waiting)]
+
+    def is_reason(self, refused: RequestRefused, request: Request, has_place: bool) -> bool:
+        """The reason that is given is one that holds."""
+        policy = self.policies.get(request.tenant, TenantPolicy())
+        num_waiting = sum(other.tenant == request.tenant for other in self.core.waiting)
+        if refused.reason == "TENANT_QUEUE_FULL":
+            return policy.max_num_waiting is not None and num_waiting >= policy.max_num_waiting
+        if refused.reason == "TOKEN_RATE":
+            return policy.max_tokens_per_minute is not None and (refused.retry_after_s or 0.0) > 0.0
+        return refused.reason == "QUEUE_FULL" and not has_place
+
+    def check_displaced(self, displaced: RequestOutput, newcomer: Request, waiting: list[Request]) -> None:
+        victim = displaced.request
+        self.num_displaced += 1
+        assert self.core.config.policy is SchedulingPolicy.FAIR
+        assert displaced.finish_reason is FinishReason.ERROR
+        assert isinstance(displaced.error, RequestRefused)
+        assert displaced.error.is_overload
+        assert victim in waiting
+        assert victim.tenant != newcomer.tenant
+        assert not victim.is_resubmission
+        assert self.engine.told[victim.request_id] == list(self.expected[victim.request_id].task.resumed)
+        config = self.core.config
+        names = {*(other.tenant for other in self.alive()), newcomer.tenant, victim.tenant}
+        part = self.weight(victim.tenant) / sum(map(self.weight, names))
+        own = [other for other in waiting if other.tenant == victim.tenant]
+        num_tokens = sum(other.num_tokens for other in own)
+        assert len(own) > part * config.max_num_waiting or num_tokens > part * config.max_num_waiting_tokens
+        assert self.has_place_now(), "it makes room"
+
+    def has_place_now(self) -> bool:
+        config = self.core.config
+        return len(self.core.waiting) <= config.max_num_waiting and (
+            len(self.core.waiting) == 1 or self.core.num_waiting_tokens <= config.max_num_waiting_tokens
+        )
+
+    def weight(self, tenant: str) -> float:
+        return self.policies.get(tenant, TenantPolicy()).weight
+
+    def alive(self) -> Iterable[Request]:
+        return (expected.request for expected in self.expected.values() if not expected.request.is_finished)
 
     @rule()
     def plan(self) -> None:
-        self.check_plan(self.engine.plan())
+        self.plan_once()
 
     @rule()
     def release_rows(self) -> None:
         is_idle = not self.core.plans_in_flight
         plan = self.engine.release_rows()
         assert plan is None or (is_idle and plan.finished_row_ids and not plan.rows)
+        self.tell_preempted(plan)
 
     @rule()
     def execute(self) -> None:
@@ -163,15 +244,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def apply(self) -> None:
-        self.engine.apply()
+        self.ledger.told(self.engine.apply())
 
     @rule(num_steps=st.integers(1, 12), passed_s=st.integers(0, 1))
     def go_on(self, num_steps: int, passed_s: int) -> None:
         self.pass_time(passed_s)
         for _ in range(num_steps):
-            while self.check_plan(self.engine.plan()):
+            while self.plan_once():
                 pass
-            self.engine.apply()
+            self.apply()
             self.requests_are_counted()
             self.tables_share_equal_prefixes_only()
 
@@ -180,145 +261,293 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.expected:
             self.engine.finish(data.draw(st.sampled_from(sorted(self.expected))), reason)
 
-    @rule(kind=st.sampled_from(["time", "row", "step", "flush", "executor"]), data=st.data())
+    @rule(kind=st.sampled_from(["time", "row", "step", "flush"]), data=st.data())
     def disturb(self, kind: str, data: st.DataObject) -> None:
         if kind == "time":
-            self.pass_time(data.draw(st.integers(0, 2)))
+            self.pass_time(data.draw(st.sampled_from([1, 2, 3, 10])))
         elif kind == "row" and self.core.running:
             self.engine.executor.failing_request_ids.add(data.draw(st.sampled_from(self.core.running)).request_id)
         elif kind == "step" and self.engine.executor.plans:
             self.engine.executor.fails_next_step = True
         elif kind == "flush":
             self.core.kv.pool.flush()
-        elif kind == "executor":
-            self.lose_executor(data.draw(st.integers(2, 20)))
 
-    def pass_time(self, passed_s: int) -> None:
-        self.now_s += passed_s
-        next_deadline_s = self.core.next_deadline_s
-        news = self.core.expire(self.now_s)
-        assert bool(news) == (next_deadline_s is not None and next_deadline_s <= self.now_s)
-        assert all(told.finish_reason is FinishReason.DEADLINE for told in news)
-        self.engine.hear(news)
-
-    def lose_executor(self, num_blocks: int) -> None:
-        alive = [expected for expected in self.expected.values() if not expected.request.is_finished]
-        news = self.engine.lose_executor(num_blocks)
+    @rule(num_blocks=st.integers(2, 20), config=CONFIGS, takes_new_config=st.booleans(), has_mirror=st.booleans())
+    def lose_executor(self, num_blocks: int, config: SchedulerConfig, takes_new_config: bool, has_mirror: bool) -> None:
+        """It comes back empty, with other limits; settings of the scheduler itself stay."""
+        old = self.core.config
+        new = replace(
+            old, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        )  # fmt: skip
+        alive = [self.expected[request.request_id] for request in self.alive()]
+        news = self.engine.lose_executor(num_blocks, new if takes_new_config else None)
         room = self.max_request_tokens()
         no_longer_fit = [expected for expected in alive if expected.request.num_tokens >= room]
         assert {told.request.request_id for told in news} == {lost.request.request_id for lost in no_longer_fit}
         for expected in alive:
             if expected not in no_longer_fit:
                 room_for_output = room - expected.request.num_prompt_tokens
-                expected.max_output_tokens = min(expected.max_output_tokens, room_for_output)
+                shorter = min(expected.task.max_output_tokens, room_for_output)
+                expected.task = replace(expected.task, max_output_tokens=shorter)
+        self.mirror = CacheMirror(self.core.kv.pool) if has_mirror else None
+
+    @precondition(lambda self: self.mirror is not None)
+    @rule()
+    def stop_events(self) -> None:
+        self.core.kv.pool.stop_events()
+        assert self.core.kv.pool.take_events() is None
+        self.mirror = None
+
+    def pass_time(self, passed_s: int) -> None:
+        due = {r.request_id for r in self.alive() if (r.deadline_s or 1e9) <= self.engine.now_s + passed_s}
+        news = self.engine.pass_time(passed_s)
+        assert {told.request.request_id for told in news} == due
+        assert all(told.finish_reason is FinishReason.DEADLINE for told in news)
 
     def teardown(self) -> None:
-        """Every request ends, in a bounded number of steps, and gives everything back."""
+        """Every request ends, in a bounded number of steps though the clock stands still, and gives everything back."""
         if not hasattr(self, "engine"):
             return
-        self.engine.run_until_idle()
+        # Each alone in the engine, a token per step, every token computed three times.
+        limit = 20 + 3 * sum(
+            request.num_tokens + request.max_output_tokens - len(request.output_token_ids) for request in self.alive()
+        )
+        while self.core.num_requests:
+            assert limit > 0, "requests do not end"
+            limit -= 1
+            while self.plan_once():
+                pass
+            self.apply()
+        while self.core.plans_in_flight:
+            self.apply()
         self.engine.release_rows()
         self.engine.apply()
         assert self.engine.executor.num_rows == 0
         assert not self.core.running
         assert not self.core.waiting
+        assert self.core.num_waiting_tokens == 0
+        assert self.core.next_deadline_s is None
         assert self.core.kv.pool.num_held_blocks == 0
         assert not self.core.kv._computing
         self.readers_hear_what_each_request_generates_alone()
+        self.tenants_are_counted_and_charged()
         assert self.engine.finish_reasons.keys() == self.expected.keys()
 
-    # --- what holds ---------------------------------------------------------------------------------------------
+    # --- what holds for a plan ----------------------------------------------------------------------------------
 
     def max_request_tokens(self) -> int:
-        return min(self.core.config.max_model_len, (self.core.kv.pool.num_blocks - 1) * self.block_size)
-
-    def check_plan(self, plan: SchedulerOutput | None) -> bool:
-        """The limits of one plan; returns whether there was one."""
         config = self.core.config
+        return min(config.max_model_len, (self.core.kv.pool.num_blocks - 1) * config.block_size)
+
+    def plan_once(self) -> bool:
+        """Make a plan if one more may be in flight, and check it; returns whether there was one."""
+        if len(self.core.plans_in_flight) >= self.engine.depth:
+            return False
+        running = list(self.core.running)
+        held: Counter[str] = Counter()
+        for request in running:
+            held[request.tenant] += len(request.block_ids)
+        before = Before(
+            {request: request.row_id for request in running},
+            Counter(request.tenant for request in running),
+            held,
+            list(self.core.waiting),
+            {
+                request
+                for request in running
+                if request.num_lacking_tokens == 1 and request.num_computed_tokens < request.num_prompt_tokens
+            },
+        )
+        plan = self.engine.plan()
+        victims = [request for request, row_id in before.row_ids.items() if request.row_id != row_id]
+        self.num_preemptions += len(victims)
+        self.charged_early |= before.lacked_one_prompt_token & set(victims)
+        self.untold += sorted(victims, key=lambda request: request.request_id)
         if plan is None:
             assert self.core.plans_in_flight or not self.core.num_requests, "nothing runs, nothing is planned"
-            self.had_no_plan = True
             return False
+        preemptions = self.tell_preempted(plan)
+        self.check_limits(plan, before)
+        self.check_rows(plan)
+        for preemption in preemptions:
+            if preemption.request in victims:
+                self.check_preemption(preemption, plan, before, victims)
+        self.ledger.planned(plan)
+        return True
+
+    def tell_preempted(self, plan: SchedulerOutput | None) -> list[Preemption]:
+        """Each preemption stands in exactly one plan."""
+        if plan is None:
+            return []
+        told = sorted((preemption.request for preemption in plan.preempted), key=lambda request: request.request_id)
+        assert told == sorted(self.untold, key=lambda request: request.request_id)
+        self.untold.clear()
+        return plan.preempted
+
+    def check_limits(self, plan: SchedulerOutput, before: Before) -> None:
+        config = self.core.config
         assert plan is self.core.plans_in_flight[-1]
         assert plan.num_scheduled_tokens == sum(row.num_scheduled_tokens for row in plan.rows)
         assert 1 <= plan.num_scheduled_tokens <= config.max_num_batched_tokens
-        assert len(self.core.running) <= config.max_num_seqs
+        assert len(self.core.running) <= max(config.max_num_seqs, 0)
         assert len({row.request.request_id for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
+        running = Counter(request.tenant for request in self.core.running)
+        for tenant, policy in self.policies.items():
+            if policy.max_num_running is not None:
+                assert running[tenant] <= max(policy.max_num_running, before.num_running[tenant])
+                admitted = sum(row.is_new and row.request.tenant == tenant for row in plan.rows)
+                assert not admitted or running[tenant] <= policy.max_num_running
+
+    def check_rows(self, plan: SchedulerOutput) -> None:
+        block_size, config, now_s = self.core.config.block_size, self.core.config, self.engine.now_s
         earlier = [row.request for sent in list(self.core.plans_in_flight)[:-1] for row in sent.rows]
         for row in plan.rows:
             request = row.request
             assert row.num_scheduled_tokens >= 1
             assert not request.is_finished
             assert request.row_id == row.row_id
+            assert request.deadline_s is None or request.deadline_s > now_s, "expired requests never reach a step"
             assert not (row.is_new and request in earlier), "rule 2"
             num_sampled = len(request.output_token_ids) + request.num_pending
             assert num_sampled <= request.max_output_tokens, "rule 5"
             if row.is_new:
-                assert row.num_computed_tokens % self.block_size == 0
+                assert row.num_computed_tokens % block_size == 0
                 assert row.num_computed_tokens == 0 or request.reads_prefix_cache, "rule 7"
-            for victim in plan.preempted if not self.had_no_plan else ():
-                assert order_of(request) < order_of(victim), "the one that shall run last is preempted first"
-        self.had_no_plan = False
-        return True
+            if config.policy is SchedulingPolicy.FAIR:
+                last_class = config.num_priority_classes - 1
+                risen = floor((now_s - request.submitted_s) / config.ageing_s) if config.ageing_s else 0
+                assert request.current_class == max(0, min(request.priority_class, last_class) - risen)
+
+    def check_preemption(
+        self, preemption: Preemption, plan: SchedulerOutput, before: Before, victims: list[Request]
+    ) -> None:
+        """Why it was this request and no other; of one that was preempted while this plan was made."""
+        victim, reason = preemption.request, preemption.reason
+        admitted = [row.request for row in plan.rows if row.is_new]
+        is_fair = self.core.config.policy is SchedulingPolicy.FAIR
+        assert is_fair or reason is PreemptReason.BLOCKS
+        # For blocks it may be: what it computed beside another one is shared with that one when it comes back.
+        assert victim not in admitted or reason is PreemptReason.BLOCKS, "sent away and taken back in one plan"
+        beneficiaries = [row.request for row in plan.rows]
+        if reason is PreemptReason.PRIORITY:
+            assert any(request.current_class < victim.current_class for request in admitted)
+        if reason is not PreemptReason.PRIORITY and is_fair:
+            assert min(request.current_class for request in beneficiaries) <= victim.current_class
+        if reason is PreemptReason.SHARE:
+            assert any(
+                request.tenant != victim.tenant and request.current_class == victim.current_class
+                for request in admitted
+            )
+            assert self.was_over_share(victim.tenant, before, admitted), "only who holds more than his share gives way"
+
+    def was_over_share(self, tenant: str, before: Before, admitted: list[Request]) -> bool:
+        names = {request.tenant for request in (*before.row_ids, *before.waiting)}
+        part = self.weight(tenant) / sum(self.weight(name) for name in names)
+        came = [request for request in admitted if request.tenant == tenant]
+        num_blocks = before.num_held_blocks[tenant] + sum(len(request.block_ids) for request in came)
+        return before.num_running[tenant] + len(came) > part * self.core.config.max_num_seqs or num_blocks > part * (
+            self.core.kv.pool.num_blocks - 1
+        )
+
+    # --- what always holds --------------------------------------------------------------------------------------
 
     @invariant()
     def requests_are_counted(self) -> None:
         rows = [row for plan in self.core.plans_in_flight for row in plan.rows]
+        waiting, running = list(self.core.waiting), self.core.running
         assert len(self.core.plans_in_flight) <= self.engine.depth
-        assert self.core.running == sorted(self.core.running, key=order_of)
-        assert list(self.core.waiting) == sorted(self.core.waiting, key=order_of)
-        assert self.core.num_requests == len(self.core.running) + len(self.core.waiting)
+        assert len(waiting) == len(self.core.waiting) == len(set(waiting))
+        assert self.core.num_requests == len(running) + len(waiting)
+        assert self.core.num_waiting_tokens == sum(request.num_tokens for request in waiting)
+        assert sum(self.core.count_waiting().values()) == len(waiting)
         for expected in self.expected.values():
             request = expected.request
             assert (request.request_id in self.engine.finish_reasons) == request.is_finished
             if request.is_finished:
                 continue
-            assert (request in self.core.running) == (request.status is RequestStatus.RUNNING)
+            assert (request in running) == (request.status is RequestStatus.RUNNING)
+            assert (request in waiting) == (request.status is RequestStatus.WAITING)
             own = [row for row in rows if row.request is request]
             assert request.num_plans_in_flight == len(own)
             assert request.num_pending == sum(row.samples for row in own)
             assert request.num_confirmed_tokens <= request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending
-            assert len(request.block_ids) == -(-request.num_computed_tokens // self.block_size)
+            assert len(request.block_ids) == -(-request.num_computed_tokens // self.core.config.block_size)
+
+    @invariant()
+    def tenants_are_counted_and_charged(self) -> None:
+        core = self.core
+        running = Counter(request.tenant for request in core.running)
+        waiting = Counter(request.tenant for request in core.waiting)
+        assert {request.tenant for request in self.alive()} <= core.tenants.keys()
+        for name, tenant in core.tenants.items():
+            assert tenant.name == name
+            assert (tenant.num_running, tenant.num_waiting) == (running[name], waiting[name])
+            held = sum(len(request.block_ids) for request in core.running if request.tenant == name)
+            assert tenant.num_held_blocks == held
+            early = sum(request.tenant == name for request in self.charged_early)
+            assert 0 <= tenant.num_served_tokens - self.ledger.num_tokens(name) <= early
+            assert tenant.counter >= self.counters.get(name, 0.0), "counters only rise"
+            self.counters[name] = tenant.counter
+        stats = core.stats
+        assert stats.num_preemptions == sum(stats.num_preemptions_by_reason.values()) == self.num_preemptions
+        assert stats.num_computed_tokens == self.ledger.num_computed_tokens
+        assert stats.num_displaced == self.num_displaced
 
     @invariant()
     def tables_share_equal_prefixes_only(self) -> None:
-        pool = self.core.kv.pool
+        pool, block_size = self.core.kv.pool, self.core.config.block_size
         counts: Counter[int] = Counter()
         prefix_in: dict[int, tuple[str, list[int]]] = {}
         for request in self.core.running:
             counts.update(request.block_ids)
             for i, block_id in enumerate(request.block_ids):
-                prefix = (request.cache_salt, request.token_ids[: (i + 1) * self.block_size])
+                prefix = (request.cache_salt, request.token_ids[: (i + 1) * block_size])
                 assert prefix_in.setdefault(block_id, prefix) == prefix
-                assert counts[block_id] == 1 or len(prefix[1]) == (i + 1) * self.block_size, "a partial block is shared"
+                assert counts[block_id] == 1 or len(prefix[1]) == (i + 1) * block_size, "a partial block is shared"
+        assert 0 not in counts, "the null block is in a table"
         assert all(pool.ref_count(block_id) == counts[block_id] for block_id in range(pool.num_blocks))
         assert pool.num_held_blocks == len(counts)
+        assert pool.num_held_blocks + pool.num_free_blocks == pool.num_blocks - 1
         assert all(not request.block_ids for request in self.core.waiting)
 
     @invariant()
     def named_blocks_hold_what_their_name_says(self) -> None:
+        named = dict(self.core.kv.pool.snapshot())
         for expected in self.expected.values():
+            if not named:
+                return
             request = expected.request
-            for i, name in enumerate(block_names(request.cache_salt, request.token_ids, self.block_size), start=1):
+            block_size = self.core.config.block_size
+            for i, (name, parent) in enumerate(
+                block_names(request.cache_salt, tuple(request.token_ids), block_size), start=1
+            ):
+                if named.pop(name, parent) != parent:
+                    raise AssertionError("a block was told with the wrong parent")
                 block_id = self.core.kv.pool.find(name)
                 if block_id is not None:
-                    prefix = request.token_ids[: i * self.block_size]
+                    prefix = request.token_ids[: i * block_size]
                     assert self.engine.executor.holds(block_id, request.cache_salt, prefix)
+        assert not named, "a block has a name that no request has"
+
+    @invariant()
+    def events_tell_what_the_cache_holds(self) -> None:
+        if self.mirror is not None:
+            self.mirror.follow()
 
     @invariant()
     def readers_hear_what_each_request_generates_alone(self) -> None:
         for request_id, expected in self.expected.items():
             told = self.engine.told[request_id]
-            whole = expected.output()
-            assert told == whole[: len(told)]
+            answer = expected.answer()
+            assert tuple(told) == answer.token_ids[: len(told)]
             assert told == expected.request.output_token_ids
             positions = self.engine.told_prompt_positions[request_id]
             assert positions == list(range(1, len(positions) + 1))
             reason = self.engine.finish_reasons.get(request_id)
             if reason in BY_ITSELF:
-                assert told == whole
-                assert (reason is FinishReason.STOP_TOKEN) == expected.ends_with_stop_token()
+                assert Answer(tuple(told), reason) == answer
                 if expected.request.payload == WANTS_PROMPT_LOGPROBS:
                     assert len(positions) == expected.request.num_prompt_tokens - 1
 

@@ -1,0 +1,59 @@
+"""Short memory: preemptions cost something, but they end, and so do all requests."""
+
+import pytest
+
+from tests.unit.scheduler.core_simulation.simulation import Simulation
+from tokenloom.scheduler.core.request import FinishReason
+from tokenloom.scheduler.core.scheduler import SchedulerConfig
+from tokenloom.scheduler.core.tenants import TenantPolicy
+
+CONFIG = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, block_size=4)
+
+
+@pytest.mark.parametrize("num_tenants", [1, 2, 5])
+@pytest.mark.parametrize("num_classes", [1, 3])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_preemption_storm_ends(num_tenants: int, num_classes: int, depth: int) -> None:
+    simulation = Simulation(CONFIG, num_blocks=60, depth=depth)
+    for i in range(60):
+        simulation.submit(
+            str(i), 10 + i % 7, 60 + i % 13, tenant=str(i % num_tenants), priority_class=i * 7 % num_classes
+        )
+    num_useful = sum(life.request.num_prompt_tokens + life.request.max_output_tokens for life in simulation.of(""))
+    simulation.run_until_idle()
+    assert all(life.reason is FinishReason.LENGTH for life in simulation.of(""))
+    assert simulation.core.kv.pool.num_held_blocks == 0
+    assert simulation.num_row_tokens <= 3 * num_useful
+    assert simulation.core.stats.num_preemptions <= 6 * 60
+    assert sum(simulation.core.stats.num_preemptions_by_reason.values()) == simulation.core.stats.num_preemptions
+
+
+@pytest.mark.parametrize("num_blocks", [12, 30, 60])
+def test_shares_of_a_full_memory_are_not_passed_to_and_fro(num_blocks: int) -> None:
+    simulation = Simulation(CONFIG, num_blocks)
+    simulation.core.set_tenant("heavy", TenantPolicy(3.0))
+    for tenant in ("heavy", "light", "third"):
+        simulation.keep_waiting(tenant, 4, 12, 30)
+    simulation.run(1500)
+    told = sum(life.tokens for life in simulation.of(""))
+    computed = simulation.num_row_tokens
+    ended = [life for life in simulation.of("") if life.reason is FinishReason.LENGTH]
+    assert computed <= 2.5 * (told + sum(life.request.num_prompt_tokens for life in ended) + 100)
+    oldest = max(simulation.num_steps - life.submitted_step for life in simulation.of("") if life.end_step is None)
+    # One after the other: four of the light tenant wait, which has a fifth of the time, for some 35 steps each.
+    assert oldest <= 5 * 5 * 35, "somebody is passed over all the time"
+
+
+def test_counts_are_right_after_a_storm_of_aborts() -> None:
+    simulation = Simulation(CONFIG, num_blocks=40)
+    for i in range(80):
+        simulation.submit(str(i), 10, 30, tenant=str(i % 3))
+    simulation.run(20)
+    for name in list(simulation.lives):
+        simulation.core.finish(name, FinishReason.ABORTED)
+    core = simulation.core
+    assert (core.num_requests, len(core.waiting), len(core.running), core.num_waiting_tokens) == (0, 0, 0, 0)
+    assert core.kv.pool.num_held_blocks == 0
+    assert sum(core.count_waiting().values()) == 0
+    for tenant in core.tenants.values():
+        assert (tenant.num_running, tenant.num_waiting) == (0, 0)
