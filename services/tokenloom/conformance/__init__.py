@@ -1,0 +1,1 @@
+"""Conformance: checks an executor, whatever it is written in, against executor.proto."""
