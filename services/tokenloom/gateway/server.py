@@ -95,9 +95,9 @@ class GatewayStage:
         addresses = config.tokenizer_addresses
         if not addresses:
             raise SetupError("--tokenizer: no address given; expected host:port or unix:PATH")
+        keys = load_api_keys(config.api_key, config.keys_file)
         self._pool = TokenizerPool(addresses, config.process.cluster_token, client_id, config.max_num_requests)
         self._is_draining = False
-        keys = load_api_keys(config.api_key, config.keys_file)
         app = create_app(Gateway(config, keys, self._pool, lambda: self._is_draining))
         self._server = _Server(
             uvicorn.Config(
