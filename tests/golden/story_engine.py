@@ -1,7 +1,8 @@
 """The commands of a story, on a core with a shadow executor whose model counts: after 1 2 3 comes 4.
 
 engine KEY=VALUE ...     begin anew; keys: num_blocks, depth and the fields of SchedulerConfig
-add NAME KEY=VALUE ...   a request arrives; keys: prompt, resume (1..8 or 1,2,7), max_tokens, stop, class, salt,
+tenant NAME KEY=VALUE .. a tenant's policy; keys: the fields of TenantPolicy
+add NAME KEY=VALUE ...   a request arrives; keys: prompt, resume (1..8 or 1,2,7), max_tokens, stop, class, salt, tenant,
                          deadline, logprobs=prompt
 plan                     make the next plan and send it
 apply                    run the oldest plan in flight and apply its result
@@ -13,16 +14,19 @@ time SECONDS             the clock shows so much
 fail NAME                the next row of this request fails
 lose-executor KEY=VALUE  the executor died with all in flight; an empty one came; key: num_blocks
 pool                     who holds which blocks
+tenants                  what each tenant has and was served
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.shadow_engine import WANTS_PROMPT_LOGPROBS, ShadowEngine
 from tokenloom.scheduler.core.plan import RequestOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused
-from tokenloom.scheduler.core.scheduler import SchedulerConfig
+from tokenloom.scheduler.core.scheduler import SchedulerConfig, SchedulingPolicy
+from tokenloom.scheduler.core.tenants import TenantPolicy
 
 Options = dict[str, str]
 
@@ -34,6 +38,7 @@ class StoryEngine:
         self._engine = ShadowEngine(SchedulerConfig(), 16)
         self._commands: dict[str, Callable[[str, Options], list[str]]] = {
             "engine": self._begin,
+            "tenant": self._set_tenant,
             "add": self._add,
             "plan": lambda _name, _options: self._plan(),
             "apply": lambda _name, _options: self._apply(),
@@ -45,6 +50,7 @@ class StoryEngine:
             "fail": self._fail,
             "lose-executor": self._lose_executor,
             "pool": lambda _name, _options: self._pool(),
+            "tenants": lambda _name, _options: self._tenants(),
         }
 
     def do(self, line: str) -> list[str]:
@@ -55,9 +61,16 @@ class StoryEngine:
         return self._commands[command](name, options)
 
     def _begin(self, _name: str, options: Options) -> list[str]:
+        policy = SchedulingPolicy(options.pop("policy", "fair"))
         numbers = {key: int(value) for key, value in options.items()}
         num_blocks, depth = numbers.pop("num_blocks"), numbers.pop("depth", 1)
-        self._engine = ShadowEngine(SchedulerConfig(**numbers), num_blocks, depth=depth)
+        config = replace(SchedulerConfig(policy=policy), **numbers)
+        self._engine = ShadowEngine(config, num_blocks, depth=depth)
+        return []
+
+    def _set_tenant(self, name: str, options: Options) -> list[str]:
+        weight = float(options.pop("weight", "1"))
+        self._engine.core.set_tenant(name, TenantPolicy(weight, **{key: int(text) for key, text in options.items()}))
         return []
 
     def _add(self, name: str, options: Options) -> list[str]:
@@ -69,16 +82,18 @@ class StoryEngine:
             stop_token_ids=frozenset(_token_ids(options.get("stop", ""))),
             output_token_ids=_token_ids(options.get("resume", "")),
             priority_class=int(options.get("class", "0")),
+            tenant=options.get("tenant", ""),
+            submitted_s=self._engine.now_s,
             cache_salt=options.get("salt", ""),
             reads_prefix_cache=not wants_prompt_logprobs,
             deadline_s=float(options["deadline"]) if "deadline" in options else None,
             payload=WANTS_PROMPT_LOGPROBS if wants_prompt_logprobs else None,
         )
         try:
-            self._engine.add(request)
+            displaced = self._engine.add(request)
         except RequestRefused as refusal:
             return [f"{name} refused: {refusal}"]
-        return []
+        return _describe_news([displaced] if displaced is not None else [])
 
     def _plan(self) -> list[str]:
         plan = self._engine.plan()
@@ -115,9 +130,7 @@ class StoryEngine:
         return []
 
     def _pass_time(self, now_s: float) -> list[str]:
-        news = self._engine.core.expire(now_s)
-        self._engine.hear(news)
-        return _describe_news(news)
+        return _describe_news(self._engine.pass_time(now_s - self._engine.now_s))
 
     def _fail(self, name: str, _options: Options) -> list[str]:
         self._engine.executor.failing_request_ids.add(name)
@@ -131,6 +144,13 @@ class StoryEngine:
         lines = [f"{request.request_id} holds {_numbers(request.block_ids)}" for request in core.running]
         lines += [f"{request.request_id} waits" for request in core.waiting]
         return [*lines, f"{pool.num_free_blocks} free, {pool.num_cached_blocks} of them cached"]
+
+    def _tenants(self) -> list[str]:
+        return [
+            f"{name}: {tenant.num_running} run, {tenant.num_waiting} wait, {tenant.num_served_tokens} tokens served, "
+            f"counter {tenant.counter:g}"
+            for name, tenant in self._engine.core.tenants.items()
+        ]
 
 
 def _token_ids(text: str) -> list[int]:

@@ -58,6 +58,11 @@ class SchedulerConfig:
         return QueueLimits(self.max_num_waiting, self.max_num_waiting_tokens)
 
     @property
+    def tolerated_charge(self) -> float:
+        """Virtual tokens by which one tenant may be ahead of another and still claim its share: a step of prompts."""
+        return self.max_num_batched_tokens * self.prompt_token_charge
+
+    @property
     def patience_s(self) -> float:
         """A request without a deadline is served as if it had one so long after its submission."""
         return self.ageing_s * self.num_priority_classes or _DEFAULT_PATIENCE_S

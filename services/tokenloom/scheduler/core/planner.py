@@ -41,7 +41,7 @@ class Planner:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._preemptor = Preemptor(state.tenants, state.kv.pool, state.config.max_num_seqs, state.config.is_fair)
+        self._preemptor = Preemptor(state.config, state.tenants, state.kv.pool)
 
     def plan(self, step_id: int, now_s: float) -> SchedulerOutput:
         """The next plan; without rows if no row can run now."""

@@ -5,8 +5,8 @@ share, and then the newest.
 
 For a waiting request that finds no room:
 - running requests of lower classes;
-- while its own tenant would stay within its share: requests of the same class whose tenant holds more than its share
-  and was served no less, the newest first.
+- while its own tenant would stay within its share: requests of the same class whose tenant holds more than its share,
+  the newest first, unless that tenant was served less by more than a step's worth of prompt tokens.
 Nobody is sent away unless that makes room for sure. Recomputing ends, whatever arrives: the oldest running request of a
 tenant, once it gave way `MAX_GAVE_WAY` times, gives way for no share any more; only class and age count for it then.
 """
@@ -17,6 +17,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from tokenloom.scheduler.core.block_pool import BlockPool
+from tokenloom.scheduler.core.config import SchedulerConfig
 from tokenloom.scheduler.core.plan import Preemption, PreemptReason
 from tokenloom.scheduler.core.request import Request
 from tokenloom.scheduler.core.tenants import Tenant, Tenants
@@ -43,15 +44,14 @@ class Preemptor:
     """Chooses victims; changes nothing.
 
     Args:
-        is_fair: False knows no tenants' shares.
-        max_num_seqs: rows to share.
+        config: its rows are shared, if it is fair.
+        pool: its blocks are.
     """
 
-    def __init__(self, tenants: Tenants, pool: BlockPool, max_num_seqs: int, is_fair: bool) -> None:
+    def __init__(self, config: SchedulerConfig, tenants: Tenants, pool: BlockPool) -> None:
+        self._config = config
         self._tenants = tenants
         self._pool = pool
-        self._max_num_seqs = max_num_seqs
-        self._is_fair = is_fair
 
     def victim_for_block(self, running: Sequence[Request], kept: Container[Request]) -> Request:
         """The running request that gives its blocks to the others.
@@ -94,7 +94,7 @@ class Preemptor:
 
     def _spared(self, running: Sequence[Request]) -> set[Request]:
         """Requests that give way for no share any more."""
-        if not self._is_fair or self._tenants.num_alive < 2:
+        if not self._config.is_fair or self._tenants.num_alive < 2:
             return set()
         oldest: dict[Tenant, Request] = {}
         for request in running:
@@ -129,7 +129,7 @@ class Preemptor:
             is_entitled
             and other.current_class == request.current_class
             and other.account is not request.account
-            and other.account.counter >= request.account.counter
+            and other.account.counter >= request.account.counter - self._config.tolerated_charge
             and other not in spared
             and self._is_over_share(other.account, 0, 0)
         ):
@@ -139,21 +139,21 @@ class Preemptor:
     def is_within_share(self, tenant: Tenant, needed_blocks: int) -> bool:
         """The tenant may have one more request with so many blocks."""
         return (
-            self._is_fair
-            and tenant.num_running + 1 <= self._tenants.share(tenant, self._max_num_seqs)
+            self._config.is_fair
+            and tenant.num_running + 1 <= self._tenants.share(tenant, self._config.max_num_seqs)
             and tenant.num_held_blocks + needed_blocks <= self._tenants.share(tenant, self._num_blocks)
         )
 
     def _is_over_share(self, tenant: Tenant, rows_less: int, blocks_less: int) -> bool:
         return tenant.num_running - rows_less > self._tenants.share(
-            tenant, self._max_num_seqs
+            tenant, self._config.max_num_seqs
         ) or tenant.num_held_blocks - blocks_less > self._tenants.share(tenant, self._num_blocks)
 
     def _rank(self, request: Request, spared: set[Request]) -> tuple[int, float, int]:
         """The largest gives way first."""
         over_share = 0.0
-        if self._is_fair and request not in spared:
-            over_share = self._tenants.over_share(request.account, self._max_num_seqs, self._num_blocks)
+        if self._config.is_fair and request not in spared:
+            over_share = self._tenants.over_share(request.account, self._config.max_num_seqs, self._num_blocks)
         return (request.current_class, over_share, request.arrival)
 
     @property
