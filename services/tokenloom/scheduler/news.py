@@ -88,15 +88,19 @@ class NewsTeller:
                 num_generated = len(output.request.output_token_ids)
                 session.outbox.finish(FinishedRow(stream.handle, reason, num_generated, error))
         self._registry.remove(stream)
-        _count_end(stream, error, reason, now_s)
+        metrics.FINISHED.labels("displaced" if _is_displaced(output) else reason.value).inc()
+        _observe_times(stream, now_s)
         end_request_span(stream, DeadlineExceeded("its time was up") if reason is FinishReason.DEADLINE else error)
         if log.isEnabledFor(logging.INFO):
             _log_end(stream, reason)
 
 
-def _count_end(stream: Stream, error: TokenloomError | None, reason: FinishReason, now_s: float) -> None:
-    is_displaced = isinstance(error, ResourceExhausted)
-    metrics.FINISHED.labels("displaced" if is_displaced else reason.value).inc()
+def _is_displaced(output: RequestOutput) -> bool:
+    """The request gave its place in a full queue to another one."""
+    return isinstance(output.error, RequestRefused) and output.error.is_overload
+
+
+def _observe_times(stream: Stream, now_s: float) -> None:
     metrics.REQUEST_TIME.observe(now_s - stream.request.submitted_s)
     num_tokens = len(stream.request.output_token_ids) - stream.num_resumed_tokens
     if num_tokens > 1 and stream.first_token_s is not None and stream.last_token_s is not None:
@@ -121,7 +125,7 @@ def error_of(output: RequestOutput) -> TokenloomError | None:
     error = output.error
     if error is None or isinstance(error, TokenloomError):
         return error
-    if isinstance(error, RequestRefused) and error.is_overload:
+    if _is_displaced(output):
         return overload_of(error)
     return Internal(str(error))
 

@@ -9,8 +9,10 @@ import pytest
 from tests.fakes import continuation
 from tests.unit.scheduler.engine_stack import EngineStack, fake_capabilities, run
 from tokenloom.common.errors import ResourceExhausted
+from tokenloom.common.metrics import REGISTRY
 from tokenloom.scheduler import engine as engine_module
 from tokenloom.scheduler import load
+from tokenloom.scheduler.core.plan import ModelOutput
 from tokenloom.scheduler.core.request import FinishReason
 from tokenloom.scheduler.core.tenants import TenantPolicy
 
@@ -70,6 +72,30 @@ def test_a_displaced_request_is_refused_once_and_never_heard_of_again() -> None:
         assert not {3, 4} & (set(frame.tokens.handles) | {handle for handle, _ in frame.accepted})
         assert stack.core.stats.num_displaced == 1
         assert not stack.session.streams
+
+    run(test)
+
+
+def test_giving_way_is_counted_apart_from_failing() -> None:
+    def count(reason: str) -> float:
+        return REGISTRY.get_sample_value("tokenloom_request_success_total", {"finished_reason": reason}) or 0.0
+
+    async def test() -> None:
+        before = {reason: count(reason) for reason in ("displaced", "error")}
+        stack = EngineStack(max_num_seqs=1, max_num_waiting=2)
+        stack.submit(1, [1], tenant="flood")
+        await asyncio.sleep(0)
+        for handle in (2, 3):
+            stack.submit(handle, [handle], tenant="flood")
+        stack.submit(4, [4], tenant="light")
+        assert count("displaced") - before["displaced"] == 1
+        plan = stack.plans.popleft()
+        out_of_memory = ResourceExhausted("the device is out of memory")
+        stack.engine.on_result(ModelOutput(plan.step_id, row_errors={plan.rows[0].row_id: out_of_memory}))
+        assert count("displaced") - before["displaced"] == 1
+        assert count("error") - before["error"] == 1
+        frame = await stack.hear()
+        assert [row.error for row in frame.finished] == [out_of_memory], "it ran, so its end is no refusal"
 
     run(test)
 
