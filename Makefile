@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 BUF    := build/npm/node_modules/.bin/buf
 DONE   := $(VENV)/.setup-done
 
-.PHONY: setup serve test test-unit test-service test-system test-slow lint format protos buf loadtest clean
+.PHONY: setup serve test test-unit test-service test-system test-slow bench-scheduler bench-fairness lint format protos buf loadtest clean
 
 setup: $(DONE)
 
@@ -35,6 +35,14 @@ test-system: $(DONE)
 
 test-slow: $(DONE)
 	$(BIN)/pytest -q -m slow tests
+
+# Cost, overlap, what the split costs, admission: tables, and build/bench-scheduler.json   (ARGS="--quick")
+bench-scheduler: $(DONE)
+	$(BIN)/python -m loadtest.scheduler $(ARGS)
+
+# A flood from one tenant beside a light one, fair against first come first served; build/bench-fairness.json
+bench-fairness: $(DONE)
+	$(BIN)/python -m loadtest.fairness $(ARGS)
 
 lint: $(DONE) buf
 	$(BIN)/ruff check .

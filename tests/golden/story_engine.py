@@ -20,12 +20,12 @@ tenants                  what each tenant has and was served
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from tests.shadow_engine import WANTS_PROMPT_LOGPROBS, ShadowEngine
 from tokenloom.scheduler.core.plan import RequestOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused
-from tokenloom.scheduler.core.scheduler import SchedulerConfig, SchedulingPolicy
+from tokenloom.scheduler.core.scheduler import SchedulerConfig
 from tokenloom.scheduler.core.tenants import TenantPolicy
 
 Options = dict[str, str]
@@ -61,11 +61,9 @@ class StoryEngine:
         return self._commands[command](name, options)
 
     def _begin(self, _name: str, options: Options) -> list[str]:
-        policy = SchedulingPolicy(options.pop("policy", "fair"))
-        numbers = {key: int(value) for key, value in options.items()}
+        numbers: dict[str, Any] = {key: int(value) for key, value in options.items()}
         num_blocks, depth = numbers.pop("num_blocks"), numbers.pop("depth", 1)
-        config = replace(SchedulerConfig(policy=policy), **numbers)
-        self._engine = ShadowEngine(config, num_blocks, depth=depth)
+        self._engine = ShadowEngine(SchedulerConfig(**numbers), num_blocks, depth=depth)
         return []
 
     def _set_tenant(self, name: str, options: Options) -> list[str]:
