@@ -75,8 +75,8 @@ async def post(stages: Stages, name: str, **body: Any) -> httpx.Response:
 class Flood:
     """Many requests of one key at once; what is left of them is given up at the end."""
 
-    def __init__(self, stages: Stages, name: str, num_requests: int = 40) -> None:
-        bodies = ({"prompt": prompt_of(number), "max_tokens": 60} for number in range(num_requests))
+    def __init__(self, stages: Stages, name: str, max_tokens: int = 60) -> None:
+        bodies = ({"prompt": prompt_of(number), "max_tokens": max_tokens} for number in range(40))
         self._tasks = [asyncio.create_task(stages.complete(headers(name), **body)) for body in bodies]
 
     async def __aenter__(self) -> Flood:
@@ -97,24 +97,25 @@ async def until_waiting(log: StepLog, count: int) -> None:
 
 
 def test_a_light_tenant_gets_its_first_token_soon_under_a_flood(stages: StagesOfModule) -> None:
-    """By arrival it would wait for the 600 steps that the flood takes."""
+    """Again and again, though each of the flood's requests runs for 500 steps."""
 
     async def test(stages: Stages) -> None:
         num_waited: list[int] = []
-        async with watch_steps(stages) as log, Flood(stages, "flood"):
+        async with watch_steps(stages) as log, Flood(stages, "flood", max_tokens=500):
             await until_waiting(log, 30)
-            for number in range(7):
+            for number in range(25):
                 last = log.last_step_id
                 answer = await stages.complete(headers("light"), prompt=prompt_of(100 + number), max_tokens=1)
                 while not (rows := log.rows_of(answer["id"])):
                     await log.next_step()
                 num_waited.append(rows[0].step_id - last)
-            assert log.steps[-1].load.num_waiting > 10, "the flood is still there"
+            assert log.steps[-1].load.num_waiting > 30, "the flood is still there"
             last = log.last_step_id
             while log.last_step_id < last + 5:
                 await log.next_step()
             assert "flood" in log.steps[-1].tenants, "and goes on"
         assert statistics.median(num_waited) <= 10, num_waited
+        assert sorted(num_waited)[-2] <= 50, num_waited
 
     stages.run(test)
 
