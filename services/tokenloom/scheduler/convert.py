@@ -32,11 +32,17 @@ _REASON_FROM_PROTO: dict[int, FinishReason] = {proto: reason for reason, proto i
 
 @dataclass(slots=True)
 class RowPayload:
-    """What the executor is told of a request and the core does not look at."""
+    """What the executor is told of a request and the core does not look at.
+
+    Args:
+        prompt_column: the prompt as it came in its message: copied as memory, where 32k ids of a list take 0.6 ms or
+            more. None: the request's own list is taken.
+    """
 
     sampling: common_pb2.SamplingParams
     stop: common_pb2.StopConditions
     trace: common_pb2.TraceContext = field(default_factory=common_pb2.TraceContext)
+    prompt_column: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +89,7 @@ def request_of(submit: engine_pb2.Submit, capabilities: Capabilities, now_s: flo
         cache_salt=submit.cache_salt,
         reads_prefix_cache=not submit.sampling.HasField("num_prompt_logprobs"),
         deadline_s=now_s + submit.remaining_time_ms / 1000 if submit.HasField("remaining_time_ms") else None,
-        payload=RowPayload(submit.sampling, submit.stop),
+        payload=RowPayload(submit.sampling, submit.stop, prompt_column=submit.prompt_token_ids),
     )
 
 
@@ -243,11 +249,10 @@ def execute_request_of(
 ) -> executor_pb2.ExecuteRequest:
     """A plan as one message of packed columns."""
     rows = plan.rows
-    return executor_pb2.ExecuteRequest(
+    request = executor_pb2.ExecuteRequest(
         epoch=epoch,
         step_id=plan.step_id,
         finished_row_ids=plan.finished_row_ids,
-        new_rows=[_new_row_of(row) for row in rows if row.is_new],
         row_ids=[row.row_id for row in rows],
         num_scheduled_tokens=[row.num_scheduled_tokens for row in rows],
         num_computed_tokens=[row.num_computed_tokens for row in rows],
@@ -256,19 +261,22 @@ def execute_request_of(
         new_block_ids=[block_id for row in rows for block_id in row.new_block_ids],
         trace=trace,
     )
+    for row in rows:
+        if row.is_new:
+            _fill_new_row(request.new_rows.add(), row)
+    return request
 
 
-def _new_row_of(row: ScheduledRow) -> executor_pb2.NewRow:
+def _fill_new_row(proto: executor_pb2.NewRow, row: ScheduledRow) -> None:
+    """Write a new row in its place: a message that is put into another one is copied by encoding it."""
     request, payload = row.request, row.request.payload
-    return executor_pb2.NewRow(
-        row_id=row.row_id,
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        generated_token_ids=request.output_token_ids,
-        sampling=payload.sampling,
-        stop=payload.stop,
-        trace=payload.trace,
-    )
+    proto.row_id = row.row_id
+    proto.request_id = request.request_id
+    proto.prompt_token_ids.extend(request.prompt_token_ids if payload.prompt_column is None else payload.prompt_column)
+    proto.generated_token_ids.extend(request.output_token_ids)
+    proto.sampling.CopyFrom(payload.sampling)
+    proto.stop.CopyFrom(payload.stop)
+    proto.trace.CopyFrom(payload.trace)
 
 
 def model_output_of(response: executor_pb2.ExecuteResponse) -> ModelOutput:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler.engine_stack import fake_capabilities
-from tokenloom.api.v1 import common_pb2, engine_pb2
+from tokenloom.api.v1 import common_pb2, engine_pb2, executor_pb2
 from tokenloom.common.errors import InvalidArgument
-from tokenloom.scheduler.convert import request_of, tenant_policy_of
+from tokenloom.scheduler.convert import execute_request_of, request_of, tenant_policy_of
+from tokenloom.scheduler.core.plan import ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import Request
 from tokenloom.scheduler.core.tenants import TenantPolicy
 
@@ -75,3 +76,38 @@ def test_a_limit_is_at_least_one_or_absent(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{name} of tenant 'a' is 0") as refused:
         tenant_policy_of(engine_pb2.TenantPolicy(tenant="a", **limits))
     assert refused.value.field == f"tenants.{name}"
+
+
+def test_a_new_row_brings_everything_once_and_later_rows_only_what_changed() -> None:
+    sampling, stop = common_pb2.SamplingParams(seed=3), common_pb2.StopConditions(max_tokens=9, min_tokens=1)
+    new = request(prompt_token_ids=[5, 6, 7], resume_token_ids=[8], sampling=sampling, stop=stop)
+    new.payload.trace = common_pb2.TraceContext(traceparent="00-1-2-01")
+    old = request(request_id="b")
+    rows = [ScheduledRow(new, 11, 4, 0, [1, 2], True, False, True), ScheduledRow(old, 12, 1, 8, [], False, True, True)]
+    plan = SchedulerOutput(3, rows, finished_row_ids=[10])
+    epoch = executor_pb2.Epoch(boot_id="boot", counter=2)
+    message = execute_request_of(plan, epoch, None)
+    assert message == executor_pb2.ExecuteRequest(
+        epoch=epoch,
+        step_id=3,
+        finished_row_ids=[10],
+        new_rows=[
+            executor_pb2.NewRow(
+                row_id=11,
+                request_id="a",
+                prompt_token_ids=[5, 6, 7],
+                generated_token_ids=[8],
+                sampling=sampling,
+                stop=stop,
+                trace=new.payload.trace,
+            )
+        ],
+        row_ids=[11, 12],
+        num_scheduled_tokens=[4, 1],
+        num_computed_tokens=[0, 8],
+        feeds_back=[False, True],
+        num_new_blocks=[2, 0],
+        new_block_ids=[1, 2],
+    )
+    new.payload.prompt_column = None
+    assert execute_request_of(plan, epoch, None) == message, "the request's own list says the same"
