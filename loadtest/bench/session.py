@@ -22,6 +22,7 @@ from tokenloom.api.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 from tokenloom.common.channel import make_channel
 
 READY_LIMIT_S = 30.0
+WAIT_LIMIT_S = 60.0
 _RETRY_S = 0.05
 
 
@@ -136,17 +137,19 @@ class Session:
         self._has_outgoing.set()
         await self.wait_for(list(self._alive.values()))
 
-    async def wait_for(self, calls: Iterable[Call]) -> None:
-        """Return when all of them ended. Raises: SessionLost."""
-        waiting = [call for call in calls if call.ended_s is None]
-        while waiting:
-            await self._news()
-            waiting = [call for call in waiting if call.ended_s is None]
+    async def wait_for(self, calls: Iterable[Call], limit_s: float = WAIT_LIMIT_S) -> None:
+        """Return when all of them ended.
 
-    async def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Return when a condition holds, which is looked at after each frame. Raises: SessionLost."""
-        while not is_true():
-            await self._news()
+        Raises: SessionLost, also if they have not ended after `limit_s` seconds: an engine that runs nothing.
+        """
+        waiting = [call for call in calls if call.ended_s is None]
+        try:
+            async with asyncio.timeout(limit_s):
+                while waiting:
+                    await self._news()
+                    waiting = [call for call in waiting if call.ended_s is None]
+        except TimeoutError:
+            raise SessionLost(f"{len(waiting)} requests have not ended within {limit_s:.0f} s") from None
 
     async def _news(self) -> None:
         self._has_news.clear()

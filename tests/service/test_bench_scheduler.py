@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from loadtest.bench.steps import MODELLED_COST
+import pytest
+import uvloop
+
+from loadtest.bench.session import Session, SessionLost, Work
+from loadtest.bench.stack import StackFailed, StackSettings, running_stack
+from loadtest.bench.steps import MODELLED_COST, StepCost
 from loadtest.fairness.real_run import run_for_real
 from loadtest.fairness.workload import Workload
 from loadtest.scheduler.__main__ import main
@@ -88,3 +93,25 @@ def test_the_result_file_has_its_keys_and_null_for_what_was_not_measured(tmp_pat
     assert len(figures["cost"]["steps"]) == 11
     assert len(figures["cost"]["long_prompt"]) == 5
     assert [figures[part] for part in ("executor_idle_pct", "overlap", "split", "admission")] == [None] * 4
+
+
+def test_an_engine_that_ends_nothing_is_told_and_not_waited_for_for_ever() -> None:
+    async def measure() -> None:
+        async with (
+            running_stack(StackSettings(StepCost(1.0))) as stack,
+            Session.open(stack.scheduler) as session,
+        ):
+            call = session.submit(Work([1, 2, 3], max_tokens=100_000))
+            await session.wait_for([call], limit_s=0.3)
+
+    with pytest.raises(SessionLost, match="1 requests have not ended"):
+        uvloop.run(measure())
+
+
+def test_a_stage_that_does_not_come_up_is_told() -> None:
+    async def measure() -> None:
+        async with running_stack(StackSettings(StepCost(1.0), ["--no-such-flag", "1"])):
+            pass
+
+    with pytest.raises(StackFailed, match=r"scheduler\.sock"):
+        uvloop.run(measure())
