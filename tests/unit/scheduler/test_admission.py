@@ -4,6 +4,7 @@ import pytest
 
 from tokenloom.scheduler.core.request import Request, RequestRefused
 from tokenloom.scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenloom.scheduler.core.tenants import TenantPolicy
 
 
 def small_scheduler() -> Scheduler:
@@ -89,3 +90,34 @@ def test_bad_request_is_told_so_even_if_the_queue_is_full() -> None:
     for name in "ab":
         scheduler.add_request(Request(name, [1], 1))
     assert not refusal_of(scheduler, Request("c", [1] * 50, 1)).is_overload
+
+
+def test_what_would_run_at_once_does_not_count_as_waiting_for_a_tenants_limit() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=4), num_blocks=64)
+    scheduler.set_tenant("a", TenantPolicy(max_num_waiting=1))
+    for i in range(5):
+        scheduler.add_request(Request(f"a-{i}", [1], 1, tenant="a"))
+    refusal = refusal_of(scheduler, Request("a-5", [1], 1, tenant="a"))
+    assert (refusal.is_overload, refusal.reason) == (True, "TENANT_QUEUE_FULL")
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=4), num_blocks=64)
+    scheduler.set_tenant("b", TenantPolicy(max_num_waiting=1, max_num_running=2))
+    for i in range(3):
+        scheduler.add_request(Request(f"b-{i}", [1], 1, tenant="b"))
+    assert refusal_of(scheduler, Request("b-3", [1], 1, tenant="b")).reason == "TENANT_QUEUE_FULL"
+
+
+def test_tokens_that_wait_are_bounded_but_one_request_alone_may_have_more() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_waiting_tokens=10), num_blocks=64)
+    scheduler.add_request(Request("large", [1] * 20, 1))
+    assert scheduler.num_waiting_tokens == 20
+    refusal = refusal_of(scheduler, Request("b", [1], 1))
+    assert (refusal.is_overload, refusal.reason) == (True, "QUEUE_FULL")
+    assert "20 tokens wait" in str(refusal)
+
+
+def test_resubmission_is_exempt_from_all_bounds() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=1, max_num_waiting=1, max_num_waiting_tokens=4), num_blocks=64)
+    scheduler.set_tenant("a", TenantPolicy(max_num_waiting=1, max_tokens_per_minute=1))
+    for i in range(5):
+        scheduler.add_request(Request(f"a-{i}", [1, 2, 3], 2, tenant="a"), is_resubmission=True)
+    assert len(scheduler.waiting) == 5

@@ -57,11 +57,19 @@ class QueueLimits:
     max_num_waiting_tokens: int
 
 
-def check_tenant_limits(request: Request, tenants: Tenants, now_s: float) -> None:
-    """Refuse what is beyond the limits of the request's own tenant. Raises: RequestRefused; nothing has changed."""
+def check_tenant_limits(request: Request, tenants: Tenants, num_free_rows: int, now_s: float) -> None:
+    """Refuse what is beyond the limits of the request's own tenant.
+
+    Args:
+        num_free_rows: rows for the tenant's waiting requests; those that they are enough for do not count as waiting.
+
+    Raises: RequestRefused; nothing has changed.
+    """
     tenant = request.account
-    limit = tenant.policy.max_num_waiting
-    if limit is not None and tenant.num_waiting >= limit:
+    limit, max_num_running = tenant.policy.max_num_waiting, tenant.policy.max_num_running
+    if max_num_running is not None:
+        num_free_rows = min(num_free_rows, max_num_running - tenant.num_running)
+    if limit is not None and tenant.num_waiting - max(0, num_free_rows) >= limit:
         raise RequestRefused(
             f"{tenant.num_waiting} requests of this tenant wait already; the most is {limit}",
             is_overload=True,

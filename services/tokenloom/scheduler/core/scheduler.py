@@ -140,7 +140,8 @@ class Scheduler:
         tenant = request.account = self._state.tenants.get(request.tenant)
         gives_way = None
         if not is_resubmission:
-            check_tenant_limits(request, self._state.tenants, now_s)
+            num_others = len(self.running) + len(self.waiting) - tenant.num_waiting
+            check_tenant_limits(request, self._state.tenants, self.config.max_num_seqs - num_others, now_s)
             gives_way = find_place(request, self.waiting, self._state.tenants, self.config.queue_limits)
             if tenant.bucket is not None:
                 tenant.bucket.take(request.num_prompt_tokens)
