@@ -69,7 +69,7 @@ def loads(sizes: tuple[int, ...] = (16, 64, 256, 1024)) -> list[Load]:
             num_tenants=4,
             num_classes=3,
         ),
-        replace(base, name="256 decode, 10,000 blocks", chunk_tokens=0, num_blocks=10_000),
+        replace(base, name="256 decode, 20,000 blocks", chunk_tokens=0, num_blocks=20_000),
         replace(base, name="256 decode, 1,000,000 blocks", chunk_tokens=0, num_blocks=1_000_000),
         replace(base, name="256 decode, every free block cached", chunk_tokens=0, is_cache_full=True),
     ]
