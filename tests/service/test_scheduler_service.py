@@ -255,6 +255,36 @@ def test_a_result_that_makes_no_sense_begins_a_new_epoch(tmp_path: Path, caplog:
     assert "unexpected error" in caplog.text
 
 
+def test_a_plan_that_cannot_be_made_begins_a_new_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No plan is in flight, so no result would ever wake the engine up again."""
+
+    async def test() -> None:
+        executor = FakeExecutor(step_s=0.002)
+        server = await serve_executor(tmp_path, executor)
+        async with scheduler_on(tmp_path, executor, executor_server=server) as stage:
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            core = stage.engine.core
+            assert core is not None
+            good_schedule = core.schedule
+
+            def bad_schedule(now_s: float = 0.0) -> None:
+                core.schedule = good_schedule  # type: ignore[method-assign]
+                raise KeyError("a fault in the core")
+
+            core.schedule = bad_schedule  # type: ignore[method-assign]
+            await tokenizer.send(submits=[submit(1, [5], 20), submit(2, [6], 20)])
+            await tokenizer.read_until_ended(1, 2)
+            assert tokenizer.tokens == {1: continuation([5], 20), 2: continuation([6], 20)}
+            assert stage.engine.is_ready
+            assert executor.num_epochs == 2
+            executor.restart_counting()
+            await tokenizer.close()
+
+    run(test())
+    assert "unexpected error while making plans" in caplog.text
+
+
 def test_an_idle_executor_is_told_which_rows_ended(tmp_path: Path) -> None:
     async def test() -> None:
         executor = FakeExecutor()

@@ -50,6 +50,11 @@ class Engine:
     Args:
         settings: of the stage.
         executor: takes the plans.
+
+    Attributes:
+        readiness_changed: set when `is_ready` may have changed.
+        has_failed: set when a plan could not be made for a reason that nobody foresaw. Whoever holds the connection to
+            the executor begins a new epoch then, which starts again from the tokens that are known.
     """
 
     def __init__(self, settings: SchedulerSettings, executor: PlanSink) -> None:
@@ -73,6 +78,7 @@ class Engine:
         self.core: Scheduler | None = None
         self.is_executor_up = False
         self.readiness_changed = asyncio.Event()
+        self.has_failed = asyncio.Event()
         COLLECTOR.watch(lambda: self.core, settings.max_metric_tenants)
 
     @property
@@ -267,9 +273,13 @@ class Engine:
         if core is None:
             return
         now = time.monotonic()
-        self._teller.tell(core.expire(now), now)
-        self._make_plans(now)
-        self._after_changes(core)
+        try:
+            self._teller.tell(core.expire(now), now)
+            self._make_plans(now)
+            self._after_changes(core)
+        except Exception:  # without a plan in flight nothing would ever call again
+            log.exception("unexpected error while making plans")
+            self.has_failed.set()
 
     def _make_plans(self, now: float) -> None:
         """Give the executor as many plans as it takes. Nothing ends here, so streams and core stay in step."""

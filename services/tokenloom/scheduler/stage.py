@@ -17,6 +17,7 @@ from tokenloom.scheduler.servicer import EngineServicer
 
 log = logging.getLogger(__name__)
 SERVICE = "tokenloom.api.v1.EngineService"
+_PAUSE_AFTER_FAILURE_S = 0.5
 
 
 class SchedulerStage:
@@ -47,7 +48,7 @@ class SchedulerStage:
         """Listen, and look for the executor in the background."""
         await self.server.start()
         self._tasks = [
-            asyncio.create_task(self._client.run(self.engine)),
+            asyncio.create_task(self._follow_executor()),
             asyncio.create_task(self._follow_readiness()),
         ]
 
@@ -66,6 +67,24 @@ class SchedulerStage:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await asyncio.to_thread(self._recorder.close)
+
+    async def _follow_executor(self) -> None:
+        """Keep connected to the executor; begin a new epoch when the engine failed."""
+        while True:
+            self.engine.has_failed.clear()
+            connection = asyncio.create_task(self._client.run(self.engine))
+            failure = asyncio.create_task(self.engine.has_failed.wait())
+            try:
+                await asyncio.wait({connection, failure}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                connection.cancel()
+                failure.cancel()
+                await asyncio.wait({connection, failure})
+            if not connection.cancelled() and (error := connection.exception()) is not None:
+                log.error("unexpected error in the connection to the executor", exc_info=error)
+            if self.engine.is_executor_up:
+                self.engine.on_executor_lost("the engine failed and begins anew")
+            await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
 
     async def _follow_readiness(self) -> None:
         is_set_up = False
