@@ -18,7 +18,7 @@ NUM_OUTPUT = 600
 @pytest.fixture(scope="module")
 def tiny_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", "llama")
-    with running_stack(f"--model={model}") as stack:
+    with running_stack(f"--model={model}", "--dtype=float32") as stack:
         yield stack
 
 
