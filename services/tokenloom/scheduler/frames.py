@@ -16,10 +16,12 @@ from tokenloom.common.errors import TokenloomError
 from tokenloom.scheduler.core.request import FinishReason, PromptLogprobs
 from tokenloom.scheduler.load import LoadState
 
-# What is kept weighs in memory, measured: an event as objects; a row's part in the columns; an id or a logprob in them.
+# What is kept weighs in memory, measured: an event as objects; a row's part in the columns and each of its tokens (the
+# request holds their ids anyway); an id and its logprob, which nobody else holds.
 _EVENT_BYTES = 250
 _ROW_BYTES = 64
-_ENTRY_BYTES = 16
+_TOKEN_BYTES = 16
+_LOGPROB_BYTES = 72
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Outbox:
     def add_prompt_logprobs(self, handle: int, run: PromptLogprobs) -> None:
         """Prompt logprobs."""
         self._frame.prompt_logprobs.append((handle, run))
-        self._grow(_EVENT_BYTES + 2 * _ENTRY_BYTES * len(run.token_ids))
+        self._grow(_EVENT_BYTES + _LOGPROB_BYTES * len(run.token_ids))
 
     def add_tokens(self, handle: int, first_token_index: int, token_ids: Sequence[int], logprobs: Any = None) -> None:
         """New tokens of a request."""
@@ -119,14 +121,14 @@ class Outbox:
         columns.first_token_indexes.append(first_token_index)
         columns.num_tokens.append(len(token_ids))
         columns.token_ids.extend(token_ids)
-        num_bytes = _ROW_BYTES + _ENTRY_BYTES * len(token_ids)
+        num_bytes = _ROW_BYTES + _TOKEN_BYTES * len(token_ids)
         if logprobs is None:
             columns.num_logprobs_per_token.append(0)
         else:
             columns.num_logprobs_per_token.append(logprobs.num_per_token)
             columns.logprob_token_ids.extend(logprobs.token_ids)
             columns.logprobs.extend(logprobs.logprobs)
-            num_bytes += 2 * _ENTRY_BYTES * len(logprobs.token_ids)
+            num_bytes += _LOGPROB_BYTES * len(logprobs.token_ids)
         self._grow(num_bytes)
 
     def finish(self, row: FinishedRow) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -78,6 +79,24 @@ def test_a_frame_that_nobody_takes_is_overflown_at_its_bound_and_not_before() ->
         assert outbox.is_overflown
         await outbox.take()
         assert not outbox.is_overflown
+
+    run(test())
+
+
+@pytest.mark.parametrize("width", [0, 21])
+def test_a_frame_weighs_in_memory_what_it_is_counted_for(width: int) -> None:
+    async def test() -> None:
+        outbox = Outbox(1 << 30)
+        token_ids = [[50_000 + index] for index in range(2000)]  # the requests hold these
+        tracemalloc.start()
+        for index in range(2000):
+            columns = Logprobs(width, [index * width + i for i in range(width)], [i + 0.5 for i in range(width)])
+            outbox.add_tokens(1000, 1000 + index, token_ids[index], columns if width else None)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        frame = await outbox.take()
+        assert frame is not None
+        assert 0.6 * held < frame.num_bytes < 1.5 * held, (held, frame.num_bytes)
 
     run(test())
 
