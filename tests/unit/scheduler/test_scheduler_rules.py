@@ -239,3 +239,13 @@ def test_idle_executor_is_told_once_which_rows_ended() -> None:
     engine.apply()
     assert engine.executor.num_rows == 0
     assert engine.release_rows() is None
+
+
+def test_rule_4_many_that_wait_for_a_prefix_do_not_hold_up_a_stranger_behind_them() -> None:
+    engine = ShadowEngine(SchedulerConfig(block_size=2, max_num_seqs=4, max_num_batched_tokens=8), num_blocks=64)
+    for i in range(20):
+        engine.add(Request(f"choice-{i}", [1] * 40, 1))
+    engine.step()
+    engine.add(Request("stranger", [2, 3], 1))
+    engine.step()
+    assert engine.finish_reasons["stranger"] is FinishReason.LENGTH

@@ -17,6 +17,9 @@ from tokenloom.scheduler.core.request import Request, RequestStatus, WaitReason
 from tokenloom.scheduler.core.state import BY_AGE, CoreState
 from tokenloom.scheduler.core.waiting_queue import Walk
 
+# Waiting requests that a step may pass because they wait for a prefix or for their tenant's turn.
+_MIN_PASSED = 512
+
 
 @dataclass(slots=True, eq=False)
 class _Draft:
@@ -89,7 +92,7 @@ class Planner:
         service_key = self._state.waiting.service_key
         prompts.sort(key=service_key, reverse=True)
         draft.num_promised_blocks = sum(map(self._num_lacking_blocks, prompts))
-        walk = self._state.waiting.walk(max_passed=self._state.config.max_num_seqs)
+        walk = self._state.waiting.walk(max_passed=max(_MIN_PASSED, self._state.config.max_num_seqs))
         while self._budget_left(draft.plan):
             head = walk.head
             if prompts and (head is None or service_key(prompts[-1]) <= service_key(head)):
