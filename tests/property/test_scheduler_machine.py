@@ -279,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         new = replace(
             old, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
+            block_size=config.block_size,
         )  # fmt: skip
         alive = [self.expected[request.request_id] for request in self.alive()]
         news = self.engine.lose_executor(num_blocks, new if takes_new_config else None)
@@ -445,10 +446,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         names = {request.tenant for request in (*before.row_ids, *before.waiting)}
         part = self.weight(tenant) / sum(self.weight(name) for name in names)
         came = [request for request in admitted if request.tenant == tenant]
-        num_blocks = before.num_held_blocks[tenant] + sum(len(request.block_ids) for request in came)
-        return before.num_running[tenant] + len(came) > part * self.core.config.max_num_seqs or num_blocks > part * (
-            self.core.kv.pool.num_blocks - 1
-        )
+        num_rows = before.num_running[tenant] + len(came)
+        # A running request takes at most a block more before others are let in.
+        grown = before.num_held_blocks[tenant] + before.num_running[tenant]
+        num_blocks = grown + sum(len(request.block_ids) for request in came)
+        has_more_rows = num_rows > part * self.core.config.max_num_seqs
+        return has_more_rows or num_blocks > part * (self.core.kv.pool.num_blocks - 1)
 
     # --- what always holds --------------------------------------------------------------------------------------
 
@@ -458,6 +461,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting, running = list(self.core.waiting), self.core.running
         assert len(self.core.plans_in_flight) <= self.engine.depth
         assert len(waiting) == len(self.core.waiting) == len(set(waiting))
+        assert running == sorted(running, key=lambda request: (request.current_class, request.arrival))
         assert self.core.num_requests == len(running) + len(waiting)
         assert self.core.num_waiting_tokens == sum(request.num_tokens for request in waiting)
         assert sum(self.core.count_waiting().values()) == len(waiting)

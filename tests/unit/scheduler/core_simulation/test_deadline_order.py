@@ -28,6 +28,16 @@ def test_equal_deadlines_run_by_arrival() -> None:
     assert ends == sorted(ends)
 
 
+def test_far_deadline_is_no_worse_than_none() -> None:
+    simulation = Simulation(ONE_AT_A_TIME)
+    simulation.submit("running", 8, 20)
+    simulation.step()
+    far = simulation.submit("far", 8, 4, deadline_s=100_000.0)
+    none = simulation.submit("none", 8, 4)
+    simulation.run_until_idle()
+    assert (far.end_step or 0) < (none.end_step or 0)
+
+
 def test_deadlines_are_no_way_past_other_tenants() -> None:
     simulation = Simulation(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     simulation.keep_waiting("hasty", 10, deadline_s=20.0)

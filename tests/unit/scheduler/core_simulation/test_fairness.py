@@ -161,6 +161,19 @@ def test_tenant_over_its_share_gives_up_its_newest_requests_and_no_more_than_nee
     assert all(life.tokens == 400 for life in flood)
 
 
+def test_rows_are_shared_by_weight() -> None:
+    simulation = Simulation(SMALL)
+    simulation.core.set_tenant("heavy", TenantPolicy(3.0))
+    for i in range(8):
+        simulation.submit(f"light-{i}", 8, 400, tenant="light")
+    simulation.run(10)
+    for i in range(8):
+        simulation.submit(f"heavy-{i}", 8, 400, tenant="heavy")
+    simulation.run(10)
+    rows = {name: tenant.num_running for name, tenant in simulation.core.tenants.items()}
+    assert rows == {"heavy": 6, "light": 2}
+
+
 def flood_run(policy: SchedulingPolicy) -> Simulation:
     config = SchedulerConfig(8, 64, policy=policy)
     simulation = Simulation(config)

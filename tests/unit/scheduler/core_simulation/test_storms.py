@@ -57,3 +57,15 @@ def test_counts_are_right_after_a_storm_of_aborts() -> None:
     assert sum(core.count_waiting().values()) == 0
     for tenant in core.tenants.values():
         assert (tenant.num_running, tenant.num_waiting) == (0, 0)
+
+
+def test_blocks_are_taken_from_the_tenant_that_holds_more_than_its_share_of_them() -> None:
+    simulation = Simulation(SchedulerConfig(block_size=4), num_blocks=21, depth=1)
+    simulation.submit("large-and-old", 40, 40, tenant="large")
+    for i in range(2):
+        simulation.submit(f"small-{i}", 8, 24, tenant="small")
+    simulation.run(20)
+    victims = {one.request.request_id for plan in simulation.plans for one in plan.preempted}
+    assert victims == {"large-and-old"}
+    simulation.run_until_idle()
+    assert all(life.reason is FinishReason.LENGTH for life in simulation.of(""))
