@@ -72,6 +72,15 @@ def test_waiting_for_a_prefix_holds_up_nobody_behind() -> None:
     assert simulation.run_until(other).steps_to_first_token <= 4
 
 
+def test_more_choices_than_rows_of_one_long_prompt_hold_up_nobody_behind() -> None:
+    simulation = Simulation(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=32_768))
+    for i in range(40):
+        simulation.submit(f"choice-{i}", prompt=list(range(8000)), num_output_tokens=2)
+    simulation.step()
+    short = simulation.submit("short", 20, 2)
+    assert simulation.run_until(short).steps_to_first_token <= 4
+
+
 def test_prefix_is_computed_by_another_when_its_first_reader_goes_away() -> None:
     simulation = Simulation(CONFIG)
     prefix = list(range(1000, 1000 + 2000))

@@ -69,3 +69,12 @@ def test_blocks_are_taken_from_the_tenant_that_holds_more_than_its_share_of_them
     assert victims == {"large-and-old"}
     simulation.run_until_idle()
     assert all(life.reason is FinishReason.LENGTH for life in simulation.of(""))
+
+
+def test_blocks_that_a_running_prompt_will_need_are_promised_to_nobody_else() -> None:
+    simulation = Simulation(SchedulerConfig(max_num_batched_tokens=16, block_size=4), num_blocks=21)
+    simulation.submit("long", 60, 2)
+    simulation.submit("behind", 40, 2)
+    simulation.run_until_idle()
+    assert simulation.core.stats.num_preemptions == 0
+    assert simulation.num_row_tokens == 60 + 40 + 2
