@@ -94,7 +94,7 @@ class CacheReader:
         snapshot = self._watchers.snapshot()
         if snapshot is None:
             return False
-        self._snapshot, self._needs_snapshot = iter(snapshot), False
+        self._snapshot, self._needs_snapshot = iter(snapshot.items()), False
         return True
 
     def _next_of_snapshot(self, is_first: bool) -> CachePart:
@@ -138,7 +138,7 @@ class CacheWatchers:
             for reader in self._readers:
                 reader.note(events)
 
-    def snapshot(self) -> list[tuple[bytes, bytes]] | None:
+    def snapshot(self) -> dict[bytes, bytes] | None:
         """All hashes there are, each with its parent; None while there is no pool."""
         if self._pool is None:
             return None

@@ -291,6 +291,7 @@ class Engine:
             self._send(core, plan, now)
         if (plan := core.release_rows()) is not None:
             self._executor.send(plan)
+            self._show(core, plan, now)
 
     def _send(self, core: Scheduler, plan: SchedulerOutput, now: float) -> None:
         streams = self.registry.streams
@@ -300,6 +301,9 @@ class Engine:
         self._sent_s[plan.step_id] = now
         self._executor.send(plan, self._tracer.begin(plan, streams))
         metrics.STEP_TOKENS.observe(plan.num_scheduled_tokens)
+        self._show(core, plan, now)
+
+    def _show(self, core: Scheduler, plan: SchedulerOutput, now: float) -> None:
         if self.watchers.has_readers:
             load = load_of(core, self._rate.per_second(now))
             self.watchers.publish(plan, core.config.max_num_batched_tokens, load, now)

@@ -26,7 +26,7 @@ def test_stored_and_evicted_names_are_told_once() -> None:
     assert pool.take_events() is None
     assert pool.allocate(1) is not None
     assert pool.take_events() == CacheEvents(False, [A], [])
-    assert pool.snapshot() == [(B, A)]
+    assert pool.snapshot() == {B: A}
 
 
 def test_what_comes_and_goes_between_two_looks_is_no_event() -> None:
@@ -43,7 +43,7 @@ def test_what_goes_and_comes_back_between_two_looks_is_no_event() -> None:
     assert block_ids is not None
     pool.register(block_ids[0], A, ROOT)
     assert pool.take_events() is None
-    assert pool.snapshot() == [(A, ROOT)]
+    assert pool.snapshot() == {A: ROOT}
 
 
 def test_second_block_of_one_content_is_no_event() -> None:
@@ -74,4 +74,4 @@ def test_parents_are_the_blocks_before_and_the_root_of_the_salt() -> None:
     request.num_confirmed_tokens = 5
     kv.name_full_blocks(request)
     first, second = chain_hashes(root_hash("s"), [1, 2, 3, 4], 2)
-    assert kv.pool.snapshot() == [(first, root_hash("s")), (second, first)]
+    assert kv.pool.snapshot() == {first: root_hash("s"), second: first}

@@ -99,12 +99,12 @@ def test_waiting_for_a_prefix_looks_at_its_blocks_once_however_long_it_takes(loo
 
 
 def test_a_step_looks_at_few_of_many_waiting_requests(lookups: Lookups) -> None:
-    config = SchedulerConfig(block_size=2, max_num_seqs=4, max_num_waiting=1000)
+    config = SchedulerConfig(block_size=2, max_num_seqs=4, max_num_waiting=5000)
     engine = ShadowEngine(config, num_blocks=256, next_token=coin)
-    for i in range(500):
+    for i in range(5000):
         engine.add(Request(str(i), [1, 1, 1, i % 100], 1))
     engine.plan()
-    assert lookups.count <= 1 + 4
+    assert lookups.count <= 1 + 512
 
 
 def test_cached_tokens_that_are_told_are_tokens_of_the_prompt() -> None:

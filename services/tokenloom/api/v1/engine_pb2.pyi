@@ -662,7 +662,9 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class StepOutputs(_message.Message):
-    """New tokens as columns; one row per request that got some."""
+    """New tokens as columns; one row per request that got some in a step. Steps that a slow reader gets in one message may
+    bring several rows of one request.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -976,7 +978,7 @@ Global___WatchStepsRequest: _TypeAlias = WatchStepsRequest  # noqa: Y015
 
 @_typing.final
 class WatchStepsResponse(_message.Message):
-    """One plan."""
+    """One plan. One without rows only tells an idle executor which rows ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

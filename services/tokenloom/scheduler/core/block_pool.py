@@ -186,6 +186,6 @@ class BlockPool:
         """What changed since the last call or the start; None if nothing did or nothing is remembered."""
         return self._events.take() if self._events is not None else None
 
-    def snapshot(self) -> list[tuple[bytes, bytes]]:
-        """All names there are, each with its parent."""
-        return list(self._parent_of.items())
+    def snapshot(self) -> dict[bytes, bytes]:
+        """All names there are, each with its parent; a copy."""
+        return dict(self._parent_of)
