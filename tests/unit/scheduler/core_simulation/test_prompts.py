@@ -30,6 +30,14 @@ def test_short_prompts_get_their_first_token_soon_behind_long_ones(
     assert all(life.steps_to_end <= num_long * 8192 / 256 + 30 for life in long)
 
 
+def test_what_a_short_prompt_leaves_of_the_budget_goes_to_the_long_one_before_it() -> None:
+    simulation = Simulation(CONFIG, depth=1)
+    simulation.submit("long", 4000, 1)
+    simulation.submit("short", 10, 1)
+    simulation.step()
+    assert [row.num_scheduled_tokens for row in simulation.plans[0].rows] == [502, 10]
+
+
 def test_many_cold_requests_with_one_prefix_compute_it_once() -> None:
     simulation = Simulation(CONFIG)
     prefix = list(range(1000, 1384))

@@ -78,3 +78,42 @@ def test_blocks_that_a_running_prompt_will_need_are_promised_to_nobody_else() ->
     simulation.run_until_idle()
     assert simulation.core.stats.num_preemptions == 0
     assert simulation.num_row_tokens == 60 + 40 + 2
+
+
+def test_large_request_is_not_passed_over_for_ever_by_small_ones_of_other_tenants() -> None:
+    simulation = Simulation(SchedulerConfig(max_num_batched_tokens=64), num_blocks=40, depth=1)
+    for tenant in "ab":
+        simulation.keep_waiting(tenant, 10, 16, 40)
+    simulation.run(50)
+    large = simulation.submit("large", 480, 4, tenant="large")
+    assert simulation.run_until(large, max_steps=400).reason is FinishReason.LENGTH
+
+
+def test_oldest_request_of_a_tenant_is_sent_away_a_few_times_at_most() -> None:
+    simulation = Simulation(SchedulerConfig(max_num_batched_tokens=64, block_size=4), num_blocks=21, depth=1)
+    old = simulation.submit("old", 8, 60, tenant="old")
+    for i in range(80):
+        simulation.step()
+        if i % 3 == 0:
+            simulation.submit(f"new-{i}", 8, 8, tenant=f"tenant-{i % 7}")
+    assert old.reason is FinishReason.LENGTH
+    assert old.request.num_preemptions <= 3
+
+
+def test_prompt_that_is_computed_again_is_not_charged_again() -> None:
+    simulation = Simulation(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, ageing_s=0.0), depth=1)
+    low = simulation.submit("low", 400, 4, tenant="low", priority_class=2)
+    simulation.run(4)
+    urgent = simulation.submit("urgent", 8, 4, tenant="urgent")
+    simulation.step()
+    assert low.request.num_preemptions == 1
+    simulation.core.kv.pool.flush()
+    served = [simulation.served("low")]
+    while low.end_step is None:
+        simulation.step()
+        served.append(simulation.served("low"))
+    assert served == sorted(served)
+    assert served[0] == 4 * 64
+    assert served[-1] == 400 + 4
+    assert simulation.core.stats.num_computed_tokens == 4 * 64 + 400 + 3 + 8 + 3
+    assert urgent.reason is FinishReason.LENGTH
