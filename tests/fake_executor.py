@@ -278,10 +278,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if any(len(column) != num_rows for column in columns) or sum(plan.num_new_blocks) != len(plan.new_block_ids):
             return "its columns do not fit together"
         new = {row.row_id: row for row in plan.new_rows}
-        if (again := self.rows.keys() & new.keys()) or len(set(plan.row_ids)) < num_rows or new.keys() - plan.row_ids:
-            return (
-                f"rows {sorted(again)} are new and known, or a row stands in it twice, or is new and computes nothing"
-            )
+        if again := self.rows.keys() & new.keys():
+            return f"rows {sorted(again)} are new and known"
+        if len(set(plan.row_ids)) < num_rows:
+            return "a row is in it twice"
+        if idle := new.keys() - set(plan.row_ids):
+            return f"rows {sorted(idle)} are new and compute nothing"
         if num_rows > limits.max_num_seqs:
             return f"{num_rows} rows; at most {limits.max_num_seqs}"
         if (num_tokens := sum(plan.num_scheduled_tokens)) > limits.max_num_batched_tokens:

@@ -15,6 +15,7 @@ from tokenloom.conformance.results import Failed, Result, Skipped, result_of
 
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
 _USUAL_BLOCKS = 256
+_SPARE_BLOCKS = 16
 
 
 @dataclass
@@ -73,7 +74,8 @@ class Lab:
     @property
     def num_blocks(self) -> int:
         """Blocks that checks lay out."""
-        return min(self.can.max_num_blocks, max(_USUAL_BLOCKS, self.can.max_num_seqs + 2))
+        for_one_plan = self.can.max_num_seqs + self.can.max_num_batched_tokens // self.can.block_size
+        return min(self.can.max_num_blocks, max(_USUAL_BLOCKS, for_one_plan + _SPARE_BLOCKS))
 
     async def epoch(self) -> Epoch:
         """Begin an epoch and open a stream in it."""
