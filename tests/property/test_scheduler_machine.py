@@ -213,6 +213,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         own = [other for other in waiting if other.tenant == victim.tenant]
         num_tokens = sum(other.num_tokens for other in own)
         assert len(own) > part * config.max_num_waiting or num_tokens > part * config.max_num_waiting_tokens
+        own = [other for other in waiting if other.tenant == newcomer.tenant]
+        part = self.weight(newcomer.tenant) / sum(map(self.weight, names))
+        assert len(own) + 1 <= max(1.0, part * config.max_num_waiting), "who has his share displaces nobody"
         assert self.has_place_now(), "it makes room"
 
     def has_place_now(self) -> bool:

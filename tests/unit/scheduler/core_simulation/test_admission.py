@@ -168,3 +168,11 @@ def test_ten_times_overload_is_answered_and_what_was_taken_ends(order: str) -> N
     displaced = [life for life in simulation.lives.values() if life.reason is FinishReason.ERROR]
     assert len(displaced) == simulation.core.stats.num_displaced
     assert all(life.request.tenant == "flood" and life.tokens == 0 for life in displaced)
+
+
+def test_who_has_his_share_of_the_queue_displaces_nobody() -> None:
+    simulation = full_queue(max_num_waiting=9)
+    for i in range(4):
+        simulation.submit(f"second-{i}", tenant="second")
+    assert [simulation.num_waiting_of(tenant) for tenant in ("flood", "second")] == [5, 4]
+    assert refusal(simulation, tenant="second").reason == "QUEUE_FULL"
