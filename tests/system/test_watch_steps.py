@@ -37,8 +37,7 @@ def test_plans_add_up_to_what_was_asked_and_got(stages: StagesOfModule) -> None:
             asked = [stages.complete(prompt=prompt, max_tokens=30, priority=i % 3) for i, prompt in enumerate(PROMPTS)]
             answers = await asyncio.gather(*asked)
             await log.catch_up(stages)
-        last = max(row.step_id for answer in answers for row in log.rows_of(answer["id"]))
-        steps = [step for step in log.steps if step.step_id <= last]
+        steps = log.steps
         assert [step.step_id for step in steps] == list(range(steps[0].step_id, steps[0].step_id + len(steps)))
         assert [step.made_at_us for step in steps] == sorted(step.made_at_us for step in steps)
         num_sampled: Counter[str] = Counter()
