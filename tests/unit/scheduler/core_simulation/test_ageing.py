@@ -85,6 +85,17 @@ def test_request_rises_one_class_per_ageing_time_also_after_a_long_pause() -> No
     assert (life.request.current_class, other.request.current_class) == (0, 0)
 
 
+def test_requests_that_rise_while_they_run_may_end_in_any_order() -> None:
+    simulation = Simulation(CONFIG)
+    simulation.submit("low-and-old", 8, 500, priority_class=2)
+    simulation.submit("middle", 8, 500, priority_class=1)
+    simulation.run(2 * int(AGEING_S / simulation.step_s) + 5)
+    assert [request.request_id for request in simulation.core.running] == ["low-and-old", "middle"]
+    for name in ("low-and-old", "middle"):
+        simulation.core.finish(name, FinishReason.ABORTED)
+    assert not simulation.core.running
+
+
 def test_class_beyond_the_last_counts_as_the_last() -> None:
     simulation = Simulation(CONFIG)
     assert simulation.submit("low", priority_class=1000).request.current_class == NUM_CLASSES - 1
