@@ -6,7 +6,7 @@ SHORT = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=250,
+    max_examples=600,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
