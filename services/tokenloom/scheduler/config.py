@@ -42,7 +42,9 @@ class SchedulerSettings:
     listen: str = setting("127.0.0.1:50052", "Where tokenizers connect: host:port or unix:PATH.")
     executor: str = setting("127.0.0.1:50053", "The executor's address.")
     max_num_seqs: int = setting(
-        64, "Most requests that run at once; the executor's own limit may be lower.", parse=positive_int
+        64,
+        "Most requests that run at once; no more than the token budget, and the executor's own limit may be lower.",
+        parse=positive_int,
     )
     max_num_batched_tokens: int = setting(
         512, "Token budget of a step; the executor's own limit may be lower.", parse=positive_int
@@ -98,10 +100,5 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.plans_in_flight <= _MAX_PLANS_IN_FLIGHT:
             raise SetupError(f"--plans-in-flight: {self.plans_in_flight} is not accepted; expected 1, 2 or 3")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise SetupError(
-                f"--max-num-batched-tokens is {self.max_num_batched_tokens} and --max-num-seqs {self.max_num_seqs}; "
-                "each running request computes a token per step, so the budget must be at least as large"
-            )
         if self.prompt_token_charge == self.output_token_charge == 0:
             raise SetupError("--prompt-token-charge and --output-token-charge are both 0; one must be above 0")

@@ -121,3 +121,13 @@ def test_resubmission_is_exempt_from_all_bounds() -> None:
     for i in range(5):
         scheduler.add_request(Request(f"a-{i}", [1, 2, 3], 2, tenant="a"), is_resubmission=True)
     assert len(scheduler.waiting) == 5
+
+
+def test_more_urgent_request_keeps_its_place_in_a_full_queue() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_waiting=2), num_blocks=64)
+    for i in range(2):
+        scheduler.add_request(Request(f"flood-{i}", [1], 1, tenant="flood", priority_class=1))
+    assert refusal_of(scheduler, Request("lower", [1], 1, tenant="light", priority_class=2)).reason == "QUEUE_FULL"
+    displaced = scheduler.add_request(Request("equal", [1], 1, tenant="light", priority_class=1))
+    assert displaced is not None
+    assert displaced.request.request_id == "flood-1"

@@ -241,6 +241,21 @@ def test_idle_executor_is_told_once_which_rows_ended() -> None:
     assert engine.release_rows() is None
 
 
+def test_rule_4_nobody_waits_for_a_prefix_that_a_lower_class_computes() -> None:
+    config = SchedulerConfig(block_size=2, max_num_seqs=64, max_num_batched_tokens=4, ageing_s=0.0)
+    engine = ShadowEngine(config, num_blocks=256)
+    engine.add(Request("low", [1] * 20 + [2], 1, priority_class=3))
+    engine.step()
+    urgent = [Request(f"urgent-{i}", [1] * 20 + [10 + i], 1) for i in range(3)]
+    for request in urgent:
+        engine.add(request)
+    engine.add(Request("endless", list(range(1000, 1200)), 1, priority_class=2))
+    while any(request.request_id not in engine.finish_reasons for request in urgent):
+        engine.step()
+        assert engine.num_steps < 12
+    assert [request.num_cached_tokens for request in urgent[1:]] == [20, 20], "they wait for the first of their class"
+
+
 def test_rule_4_many_that_wait_for_a_prefix_do_not_hold_up_a_stranger_behind_them() -> None:
     engine = ShadowEngine(SchedulerConfig(block_size=2, max_num_seqs=4, max_num_batched_tokens=8), num_blocks=64)
     for i in range(20):

@@ -1,7 +1,8 @@
 """Which requests are taken: what can never run is refused, and so is what finds the queue full.
 
 A full queue is shared like everything else: a request of a tenant that holds less than its share of the queue takes the
-place of one that never ran, of the tenant furthest over its share. So a flood cannot lock others out.
+place of one that never ran and is no more urgent, of the tenant furthest over its share. So a flood cannot lock others
+out.
 """
 
 from __future__ import annotations
@@ -130,4 +131,7 @@ def _gives_way_to(request: Request, waiting: WaitingQueue, tenants: Tenants, lim
         return None
     others = [tenant for tenant in tenants.alive if tenant is not newcomer]
     worst = max(others, key=shares_held, default=None)
-    return waiting.last_of(worst) if worst is not None and shares_held(worst) > 1 else None
+    if worst is None or shares_held(worst) <= 1:
+        return None
+    last = waiting.last_of(worst)
+    return last if last is not None and last.current_class >= request.current_class else None

@@ -4,13 +4,16 @@ Rules kept here (numbers as in the README's list of rules for plans in flight):
 
 3. A block is named only from `num_confirmed_tokens`, so when the results of all steps that wrote it were applied.
 4. A request whose next block is being computed by a running one waits for it (`find_prefix`): many cold requests
-   with one prefix compute it once. The choices of an n > 1 call are such requests: they share the full blocks of their
-   prompt and recompute the partial one, so there is no copy-on-write.
+   with one prefix compute it once. It does not wait for one of a lower class, which may get no budget for long, but
+   computes the prefix itself, and others wait for it then. The choices of an n > 1 call are such requests: they share
+   the full blocks of their prompt and recompute the partial one, so there is no copy-on-write.
 
 At least one token is always computed, also when the whole prompt is cached: logits come from computing.
 """
 
 from __future__ import annotations
+
+import itertools
 
 from tokenloom.scheduler.core.block_hash import chain_hashes, root_hash
 from tokenloom.scheduler.core.block_pool import BlockPool
@@ -52,14 +55,14 @@ class KVCache:
         found: list[int] = []
         if not request.reads_prefix_cache:
             return found
-        if request.awaited_hash in self._computing:
+        if request.awaited_hash is not None and self._is_computed_for(request, request.awaited_hash):
             return None
         hashes = self._hashes(request)
         num_usable = (request.num_tokens - 1) // self.block_size
         for i in range(num_usable):
             block_id = self.pool.find(hashes[i])
             if block_id is None:
-                request.awaited_hash = self._last_computing(hashes, i, num_usable)
+                request.awaited_hash = self._last_computing(request, i, num_usable)
                 return found if request.awaited_hash is None else None
             found.append(block_id)
         return found
@@ -71,7 +74,8 @@ class KVCache:
         request.block_ids = list(found)
         request.num_hashed_blocks = len(found)
         for block_hash in self._hashes(request)[len(found) :]:
-            self._computing.setdefault(block_hash, request)
+            if not self._is_computed_for(request, block_hash):
+                self._computing[block_hash] = request
 
     def allocate_slots(self, request: Request, num_tokens: int) -> list[int] | None:
         """Give `request` enough blocks to hold `num_tokens` tokens in all.
@@ -114,13 +118,18 @@ class KVCache:
         if self._computing.get(block_hash) is request:
             del self._computing[block_hash]
 
-    def _last_computing(self, hashes: list[bytes], start: int, end: int) -> bytes | None:
+    def _is_computed_for(self, request: Request, block_hash: bytes) -> bool:
+        """A running request computes the block and gets budget for it no later than `request` would."""
+        owner = self._computing.get(block_hash)
+        return owner is not None and owner.current_class <= request.current_class
+
+    def _last_computing(self, request: Request, start: int, end: int) -> bytes | None:
         """The last of the blocks from `start` on that are being computed without a gap; None if the first is not."""
         last = None
-        for i in range(start, end):
-            if hashes[i] not in self._computing:
+        for block_hash in itertools.islice(request.block_hashes, start, end):
+            if not self._is_computed_for(request, block_hash):
                 break
-            last = hashes[i]
+            last = block_hash
         return last
 
     def _hashes(self, request: Request) -> list[bytes]:

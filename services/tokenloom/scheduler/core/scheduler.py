@@ -138,6 +138,7 @@ class Scheduler:
         if request.request_id in self._state.requests:
             raise RequestRefused(f"request id {request.request_id!r} is in use", field="request_id")
         tenant = request.account = self._state.tenants.get(request.tenant)
+        request.current_class = self._state.ageing.class_of(request, now_s) if self.config.is_fair else 0
         gives_way = None
         if not is_resubmission:
             num_others = len(self.running) + len(self.waiting) - tenant.num_waiting
@@ -159,18 +160,17 @@ class Scheduler:
         return displaced
 
     def _set_order(self, request: Request, now_s: float) -> None:
-        """Give a new request its class and its place within its tenant; watch its deadline."""
+        """Give a new request its place within its tenant; watch its deadline and its age."""
         num_living = len(self._state.requests)
         if request.deadline_s is not None:
             self._deadlines.add(request.deadline_s, request, num_living)
         if not self.config.is_fair:
-            request.current_class, request.order_key = 0, (request.submitted_s, request.arrival)
+            request.order_key = (request.submitted_s, request.arrival)
             return
         due_s = request.submitted_s + self.config.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)
         request.order_key = (due_s, request.arrival)
-        request.current_class = self._state.ageing.class_of(request, now_s)
         self._state.ageing.watch(request, num_living)
 
     def _displace(self, request: Request) -> RequestOutput:
