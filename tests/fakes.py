@@ -25,7 +25,7 @@ from tokenloom.api.v1 import (
 )
 from tokenloom.common.auth import load_api_keys
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
-from tokenloom.common.errors import FailedPrecondition, NotFound, TokenloomError, to_proto
+from tokenloom.common.errors import FailedPrecondition, InvalidArgument, NotFound, TokenloomError, to_proto
 from tokenloom.common.grpc_server import GrpcServer
 
 EXECUTOR_SERVICE = "tokenloom.api.v1.ExecutorService"
@@ -34,6 +34,8 @@ EXECUTOR_SERVICE = "tokenloom.api.v1.ExecutorService"
 FAKE_MODEL = "fake-model"
 FAKE_WORDS = ("river", "čaj", "stone", "🌍", "漢字", "light", "seven", "ünder", "map", "quiet", "ash", "door")
 _News = asyncio.Queue[inference_pb2.SessionResponse | None]  # None ends the session
+_PROMPTS: dict[str, list[str]] = {}
+"""What each request's prompt ids stand for, by request id: the tokenizers' shared vocabulary."""
 
 
 def fake_tokens(prompt: str, seed: int, num_tokens: int) -> list[str]:
@@ -46,7 +48,16 @@ def fake_tokens(prompt: str, seed: int, num_tokens: int) -> list[str]:
 
 
 def fake_prompts(start: inference_pb2.SessionStart) -> list[str]:
-    """The prompts of a request as FakeTokenizerStage sees them; each word is a token."""
+    """The prompts of a request as FakeTokenizerStage sees them; each word is a token.
+
+    Raises: InvalidArgument if a request that is sent again does not have the ids that were told.
+    """
+    options = start.chat.options if start.HasField("chat") else start.complete.options
+    if start.HasField("chat") and start.chat.HasField("prompt_token_ids"):
+        return [_text_of(start.chat.prompt_token_ids, options.request_id, 0)]
+    if start.HasField("complete") and options.resume_token_ids and options.request_id in _PROMPTS:
+        prompts = start.complete.prompts
+        return [p.text or _text_of(p.token_ids, options.request_id, i) for i, p in enumerate(prompts)]
     if start.HasField("chat"):
         return ["\n".join(f"{message.role}: {message.content}" for message in start.chat.messages)]
     return [
@@ -55,11 +66,20 @@ def fake_prompts(start: inference_pb2.SessionStart) -> list[str]:
     ]
 
 
+def _text_of(ids: inference_pb2.TokenIds, request_id: str, index: int) -> str:
+    text = _PROMPTS[request_id][index]
+    if list(ids.ids) not in (list(range(len(text.split()))), [int(word) for word in text.split() if word.isdecimal()]):
+        raise InvalidArgument(f"{ids.ids} are not the prompt's ids", field="prompt_token_ids")
+    return text
+
+
 @dataclass
 class _FakeChoice:
     texts: list[str]
     prompt: str
     num_sent: int = 0
+    num_cached_tokens: int = 0
+    has_tail: bool = False
     is_finished: bool = False
 
 
@@ -81,6 +101,10 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         starts: every request that came, in order.
         cancelled: ids of requests that were cancelled.
         num_tokens: tokens of a choice without max_tokens, after which it stops.
+        lengths: tokens of a choice, by its index, whatever the request says.
+        tail: text of no token that each choice's end sets free.
+        holds_ends: choices tell their tail, but not their end.
+        drops: frames of news after which a session ends, of each session to come.
         repeat: how often each token's text is repeated, to make large frames.
         refusal: answers every new request with this error.
         failure: ends every running request with this error after its next token.
@@ -96,6 +120,10 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         self.starts: list[inference_pb2.SessionStart] = []
         self.cancelled: list[str] = []
         self.num_tokens = 6
+        self.lengths: dict[int, int] = {}
+        self.tail = ""
+        self.holds_ends = False
+        self.drops: list[int] = []
         self.repeat = 1
         self.refusal: TokenloomError | None = None
         self.failure: TokenloomError | None = None
@@ -141,10 +169,12 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         news: _News = asyncio.Queue()
         self._sessions.add(news)
         listener = asyncio.create_task(self._listen(request_iterator, running, news))
-        worker = asyncio.create_task(self._work(running, news))
+        worker = asyncio.create_task(self._work(running, news, hello.wants_token_ids))
+        num_left = self.drops.pop(0) if self.drops else None
         try:
-            while (frame := await news.get()) is not None:
+            while num_left != 0 and (frame := await news.get()) is not None:
                 yield frame
+                num_left = None if num_left is None else num_left - 1
         finally:
             self._sessions.discard(news)
             listener.cancel()
@@ -176,15 +206,29 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         if options.model not in ("", FAKE_MODEL):
             raise NotFound(f"the model {options.model!r} is not served here", field="model", reason="MODEL_NOT_FOUND")
         request = _FakeRequest(start, options)
-        num_tokens = options.stop.max_tokens if options.stop.HasField("max_tokens") else self.num_tokens
-        for prompt in fake_prompts(start):
+        prompts = fake_prompts(start)
+        _PROMPTS[options.request_id] = prompts
+        limit = options.stop.max_tokens if options.stop.HasField("max_tokens") else self.num_tokens
+        for prompt in prompts:
             for choice in range(options.num_choices or 1):
                 is_greedy = options.sampling.HasField("temperature") and options.sampling.temperature == 0
                 seed = 0 if is_greedy else options.sampling.seed + choice
+                num_tokens = self.lengths.get(len(request.choices), limit)
                 request.choices.append(_FakeChoice(fake_tokens(prompt, seed, num_tokens), prompt))
+        for index, found in enumerate(request.choices):
+            self._resume(found, index, options)
+            found.num_cached_tokens = options.num_cached_tokens.get(index, 3 if start.HasField("age_ms") else 1)
         return request
 
-    async def _work(self, running: dict[int, _FakeRequest], news: _News) -> None:
+    def _resume(self, choice: _FakeChoice, index: int, options: inference_pb2.GenerationOptions) -> None:
+        """Go on behind the ids that a choice has, which must be those that were told."""
+        had = list(options.resume_token_ids[index].ids) if options.resume_token_ids else []
+        if had != list(range(1000, 1000 + min(len(had), len(choice.texts)))):
+            raise InvalidArgument(f"choice {index} never had the ids {had}", field="resume_token_ids")
+        choice.num_sent = len(had)
+        choice.is_finished = index in options.finished_choices
+
+    async def _work(self, running: dict[int, _FakeRequest], news: _News, tells_ids: bool) -> None:
         while True:
             await asyncio.sleep(0.001)
             await self.may_step.wait()
@@ -194,6 +238,9 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
             for handle, request in list(running.items()):
                 if self._step(frame, handle, request):
                     del running[handle]
+            if tells_ids:
+                rows = zip(frame.outputs.first_token_indexes, frame.outputs.num_tokens, strict=True)
+                frame.outputs.token_ids.extend(1000 + first for first, count in rows if count)
             news.put_nowait(frame)
 
     def _step(self, frame: inference_pb2.SessionResponse, handle: int, request: _FakeRequest) -> bool:
@@ -203,7 +250,12 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         for index, choice in enumerate(request.choices):
             if choice.num_sent < len(choice.texts):
                 self._emit(frame, handle, index, request)
-            if choice.num_sent == len(choice.texts) and not choice.is_finished:
+            if choice.num_sent < len(choice.texts) or choice.is_finished:
+                continue
+            if self.tail and not choice.has_tail:
+                choice.has_tail = True
+                _add_text_row(frame.outputs, handle, index, choice.num_sent, 0, self.tail)
+            if not self.holds_ends:
                 choice.is_finished = True
                 finished = inference_pb2.ChoiceFinished(choice_index=index, reason=reason)
                 frame.choices_finished.add(handle=handle, finished=finished)
@@ -215,7 +267,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         usage = inference_pb2.Usage(
             num_prompt_tokens=sum(len(prompt.split()) for prompt in fake_prompts(request.start)),
             num_generated_tokens=sum(len(choice.texts) for choice in request.choices),
-            num_cached_tokens=1,
+            num_cached_tokens=sum(c.num_cached_tokens for c in request.choices[:: request.options.num_choices or 1]),
         )
         frame.completed.add(handle=handle, usage=usage)
         return True
@@ -227,11 +279,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         if position == 0 and request.start.complete.echo:
             rows.insert(0, (0, choice.prompt))
         for num_tokens, text in rows:
-            outputs.handles.append(handle)
-            outputs.choice_indexes.append(index)
-            outputs.first_token_indexes.append(position)
-            outputs.num_tokens.append(num_tokens)
-            outputs.texts.append(text)
+            _add_text_row(outputs, handle, index, position, num_tokens, text)
         choice.num_sent += 1
         delta = inference_pb2.Delta(choice_index=index, first_token_index=position, num_tokens=1)
         if request.options.return_token_ids:
@@ -242,8 +290,20 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         if is_first and sampling.HasField("num_prompt_logprobs"):
             words = choice.prompt.split()[1:]
             delta.prompt_logprobs.extend(_fake_logprobs(f" {word}", sampling.num_prompt_logprobs) for word in words)
-        if delta.token_ids or delta.logprobs or delta.prompt_logprobs:
+        if position == 0:
+            delta.num_cached_tokens = choice.num_cached_tokens
+        if position == 0 or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
             outputs.extras.add(handle=handle, delta=delta)
+
+
+def _add_text_row(
+    outputs: inference_pb2.TextOutputs, handle: int, index: int, first: int, num_tokens: int, text: str
+) -> None:
+    outputs.handles.append(handle)
+    outputs.choice_indexes.append(index)
+    outputs.first_token_indexes.append(first)
+    outputs.num_tokens.append(num_tokens)
+    outputs.texts.append(text)
 
 
 def _fake_logprobs(text: str, num_top: int) -> inference_pb2.TokenLogprobs:
@@ -261,6 +321,8 @@ def _acceptance(start: inference_pb2.SessionStart, request: _FakeRequest) -> inf
         model=FAKE_MODEL,
         seed=request.options.sampling.seed,
         prompts=[inference_pb2.TokenIds(ids=range(len(prompt.split()))) for prompt in fake_prompts(start)],
+        sampling=request.options.sampling,
+        stop=request.options.stop,
     )
     taken = inference_pb2.SessionAccepted(handle=start.handle, accepted=accepted)
     return inference_pb2.SessionResponse(accepted=[taken])

@@ -125,24 +125,6 @@ def test_a_slow_reader_that_wakes_up_gets_the_error(stack: GatewayStack) -> None
     assert b"[DONE]" not in data
 
 
-def test_a_request_that_has_told_nothing_yet_begins_anew_on_the_next_session(stack: GatewayStack) -> None:
-    stack.do(stack.tokenizer.may_step.clear)
-    waiting = [in_thread(stack, BODY), in_thread(stack, {**BODY, "stream": True})]
-    stack.wait_for(lambda: len(stack.tokenizer.starts) == 2)
-    stack.do(stack.tokenizer.drop_sessions)
-    stack.wait_for(lambda: len(stack.tokenizer.starts) == 4)
-    stack.do(stack.tokenizer.may_step.set)
-    for thread, _ in waiting:
-        thread.join()
-    whole, streamed = (answers[0] for _, answers in waiting)
-    assert whole.json()["choices"][0]["message"]["content"] == TEXT
-    assert text_of(streamed.text) == TEXT
-    sent = [(start.chat.options.request_id, start.chat.options.sampling.seed) for start in stack.tokenizer.starts]
-    assert sorted(sent[:2]) == sorted(sent[2:])
-    assert [start.HasField("age_ms") for start in stack.tokenizer.starts] == [False, False, True, True]
-    assert all(start.age_ms < 20_000 for start in stack.tokenizer.starts)
-
-
 def test_the_watch_of_a_tokenizers_health_outlives_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,42 +152,6 @@ def test_an_answer_too_large_for_its_session_is_begun_anew_once_and_no_more(stac
     answer = stack.http.post(CHAT, json={**BODY, "max_tokens": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "session_lost")
     assert len(stack.tokenizer.starts) == 2
-
-
-def test_an_answer_in_the_making_that_nobody_has_seen_survives_a_killed_tokenizer(stack: GatewayStack) -> None:
-    thread, answers = in_thread(stack, {**BODY, "max_tokens": 400})
-    stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
-    stack.run(stack.restart_tokenizer())
-    thread.join()
-    expected = "".join(fake_tokens("user: hi there", 0, 400))
-    assert answers[0].json()["choices"][0]["message"]["content"] == expected
-    assert len(stack.tokenizer.starts) == 1
-
-
-def test_a_stream_that_has_begun_ends_with_an_error_when_its_session_is_lost(stack: GatewayStack) -> None:
-    with stack.http.stream("POST", CHAT, json={**BODY, "max_tokens": 100_000, "stream": True}) as answer:
-        lines = answer.iter_lines()
-        while "content" not in next(lines):
-            pass
-        stack.do(stack.tokenizer.drop_sessions)
-        events = [line for line in lines if line]
-    assert orjson.loads(events[-1].removeprefix("data: "))["error"]["code"] == "session_lost"
-    stack.wait_for(lambda: stack.http.get("/ready").status_code == 200)
-    assert stack.http.post(CHAT, json=BODY).status_code == 200
-
-
-def test_requests_wait_for_a_new_session_only_so_long(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_pool, "TAKEOVER_WAIT_S", 0.3)
-    stack.do(stack.tokenizer.may_step.clear)
-    thread, answers = in_thread(stack, BODY)
-    stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
-    stack.run(stack.tokenizer.stop())
-    thread.join()
-    assert answers[0].status_code == 503
-    assert answers[0].json()["error"]["code"] == "session_lost"
-    refused = stack.http.post(CHAT, json=BODY)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_tokenizer")
-    assert stack.http.get("/v1/models").status_code == 503
 
 
 def test_readiness_follows_the_tokenizers_health_and_liveness_does_not(stack: GatewayStack) -> None:

@@ -116,8 +116,6 @@ class WholeAnswer:
 
     def add(self, update: Update) -> None:
         """Take an update in. Raises: its error."""
-        if update.was_restarted:
-            self._texts, self._choices = {}, {}
         if update.error is not None:
             raise update.error
         if update.accepted is not None:

@@ -21,7 +21,7 @@ from tokenloom.common.metrics import REGISTRY, fetch_metrics
 from tokenloom.common.telemetry import context_of, inject
 from tokenloom.gateway.answers import AnswerHead, StreamAnswer, WholeAnswer
 from tokenloom.gateway.config import GatewayConfig
-from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start
+from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start, options_of
 from tokenloom.gateway.deadlines import HEADER_DOCUMENT, time_limit_s
 from tokenloom.gateway.delivery import Delivery, Job, StreamDelivery, WholeDelivery
 from tokenloom.gateway.formats import ChatFormat, CompletionFormat, Format
@@ -138,7 +138,8 @@ def _delivery(
     config, info = gateway.config, info_of(request.scope)
     timeout_s = time_limit_s(request.headers, body.timeout, config.request_timeout_s)
     head = AnswerHead(form.id_prefix + info.hex_id, int(time.time()))
-    generation = Generation(head.request_id, config.max_buffered_bytes)
+    wants_prompts = options_of(start).return_token_ids
+    generation = Generation(head.request_id, config.max_buffered_bytes, wants_prompts=wants_prompts)
     _describe(info, body, form, head)
     job = Job(generation, start, timeout_s, gateway.pool)
     if body.stream:

@@ -34,6 +34,9 @@ class GatewayConfig:
         "Text held for a client that reads slowly; beyond it, one that took nothing for 5 s loses its request.",
         parse=parse_bytes,
     )
+    takeover_limit_s: float = setting(
+        30.0, "Seconds that requests wait for a tokenizer when none is left, before they fail."
+    )
     request_timeout_s: float = setting(3600.0, "Longest time that one request may take, in seconds.")
 
     @property

@@ -1,11 +1,12 @@
 """Bodies and frames: the only gateway module that sees both HTTP's types and the wire's.
 
-Way in: a body becomes a `SessionStart` with all that a retry needs (request id, seed). Way out: the columns of a frame
-are dealt to their generations in one pass.
+Way in: a body becomes a `SessionStart` with all that a retry needs (request id, seed), and `resumed` makes that retry
+of it. Way out: the columns of a frame are dealt to their generations in one pass.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from tokenloom.common.errors import from_proto
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Usage
 from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
+from tokenloom.gateway.progress import ChoiceProgress, Progress
 from tokenloom.gateway.sized_work import IDS_PER_ENTRY, Turns
 
 _U64 = 2**64 - 1
@@ -23,6 +25,7 @@ _U64 = 2**64 - 1
 _MAX_ENTRIES_PER_TURN = 1500
 _POSITIONS_PER_PORTION = 64
 _IDS_AT_ONCE = 1 << 15
+_STOPS = "DRAINING"  # the reason of a tokenizer that takes no requests, or keeps none, because it is about to stop
 Start = inference_pb2.SessionStart  # made here, sent by the tokenizer client, opaque to what lies between
 FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -74,6 +77,46 @@ def completion_start(body: CompletionBody, context: CallContext) -> Start:
 def options_of(start: Start) -> inference_pb2.GenerationOptions:
     """The options of either kind of request, in place."""
     return start.chat.options if start.HasField("chat") else start.complete.options
+
+
+def resumed(start: Start, progress: Progress) -> Start:
+    """The start that goes on behind what was taken of a request: with ids instead of text, and as it was accepted.
+
+    Nothing changes for a request that was not accepted. Text that is still to be echoed stays text.
+    """
+    if not progress.acceptance:
+        return start
+    accepted = inference_pb2.Accepted.FromString(progress.acceptance)
+    again = Start(key_digest=start.key_digest, trace=start.trace)
+    options = options_of(start)
+    num_choices = options.num_choices * max(1, len(start.complete.prompts))
+    choices = [progress.choice(index) for index in range(num_choices)]
+    if start.HasField("chat"):
+        again.chat.tools_json.extend(start.chat.tools_json)
+        again.chat.prompt_token_ids.CopyFrom(accepted.prompts[0] if accepted.prompts else start.chat.prompt_token_ids)
+    else:
+        again.complete.echo = start.complete.echo
+        must_echo = start.complete.echo and not all(choice.has_echo for choice in choices)
+        is_told = bool(accepted.prompts) and not must_echo
+        ids = [inference_pb2.Prompt(token_ids=prompt) for prompt in accepted.prompts] if is_told else ()
+        again.complete.prompts.extend(ids or start.complete.prompts)
+    target = again.chat.options if start.HasField("chat") else again.complete.options
+    target.CopyFrom(options)
+    target.sampling.CopyFrom(accepted.sampling)
+    target.stop.CopyFrom(accepted.stop)
+    _set_progress(target, choices)
+    return again
+
+
+def _set_progress(options: inference_pb2.GenerationOptions, choices: Sequence[ChoiceProgress]) -> None:
+    for field in ("resume_token_ids", "finished_choices", "num_cached_tokens"):
+        options.ClearField(field)
+    for index, choice in enumerate(choices):
+        options.resume_token_ids.add(ids=choice.token_ids)
+        if choice.is_finished:
+            options.finished_choices.append(index)
+        if choice.num_cached_tokens is not None:
+            options.num_cached_tokens[index] = choice.num_cached_tokens
 
 
 def _options(
@@ -139,34 +182,41 @@ def _prompt(prompt: str | list[int]) -> inference_pb2.Prompt:
     return inference_pb2.Prompt(token_ids=token_ids)
 
 
-async def deliver(frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]) -> list[int]:
+async def deliver(
+    frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]
+) -> tuple[list[int], list[int]]:
     """Deal a frame's parts to their generations, in field order. Within a large frame others get to run.
 
     Args:
         frame: what one or more engine steps brought.
         find: the generation of a handle; None if it is gone (cancelled while the frame was under way).
 
-    Returns: handles of requests that ended.
+    Returns: handles of requests that ended, and of those that the tokenizer gave back because it stops.
     """
     turns = Turns(_MAX_ENTRIES_PER_TURN)
     for accepted in frame.accepted:
         await turns.next(sum(len(prompt.ids) for prompt in accepted.accepted.prompts) // IDS_PER_ENTRY)
-        if generation := find(accepted.handle):
-            generation.accept(_accepted(accepted.accepted))
+        if (generation := find(accepted.handle)) and not generation.is_accepted:
+            told = _accepted(accepted.accepted, generation.wants_prompts)
+            generation.accept(told, accepted.accepted.SerializeToString())
     await _deliver_outputs(frame.outputs, find, turns)
     for end in frame.choices_finished:
         if generation := find(end.handle):
             generation.finish_choice(end.finished.choice_index, _finish(end.finished))
     ended: list[int] = []
+    given_back: list[int] = []
     for completed in frame.completed:
         ended.append(completed.handle)
         if generation := find(completed.handle):
             generation.complete(_usage(completed.usage))
     for failed in frame.failed:
+        if failed.error.reason == _STOPS:
+            given_back.append(failed.handle)
+            continue
         ended.append(failed.handle)
         if generation := find(failed.handle):
             generation.fail(from_proto(failed.error))
-    return ended
+    return ended, given_back
 
 
 async def _deliver_outputs(
@@ -175,14 +225,20 @@ async def _deliver_outputs(
     """Deal rows, each with its details, so that a handler that gets to run sees them together if they are small."""
     details: dict[tuple[int, int, int], list[_Details]] = {}
     for extra in outputs.extras:
-        key = (extra.handle, extra.delta.choice_index, extra.delta.first_token_index)
-        details.setdefault(key, []).extend(_portions(extra.delta))
+        delta = extra.delta
+        if delta.HasField("num_cached_tokens") and (generation := find(extra.handle)):
+            generation.progress.choice(delta.choice_index).num_cached_tokens = delta.num_cached_tokens
+        if delta.token_ids or delta.logprobs or delta.prompt_logprobs:
+            key = (extra.handle, delta.choice_index, delta.first_token_index)
+            details.setdefault(key, []).extend(_portions(delta))
+    ids, at = array("I", outputs.token_ids), 0
     columns = (outputs.handles, outputs.choice_indexes, outputs.first_token_indexes, outputs.num_tokens, outputs.texts)
     for handle, choice_index, first_token_index, num_tokens, text in zip(*columns, strict=True):
         portions = details.pop((handle, choice_index, first_token_index), [])
         await turns.next(1 + sum(portion.num_entries for portion in portions[:1]))
         if generation := find(handle):
-            generation.add_text(choice_index, text, num_tokens)
+            generation.add_text(choice_index, text, first_token_index, num_tokens, ids[at : at + num_tokens])
+        at += num_tokens
         for number, portion in enumerate(portions):
             if number:
                 await turns.next(portion.num_entries)
@@ -229,8 +285,9 @@ def _logprob(proto: inference_pb2.TokenLogprob) -> Logprob:
     return Logprob(token_id=proto.token_id, text=proto.text, utf8=proto.utf8, value=proto.logprob)
 
 
-def _accepted(proto: inference_pb2.Accepted) -> Accepted:
-    return Accepted(model=proto.model, prompts=[list(prompt.ids) for prompt in proto.prompts])
+def _accepted(proto: inference_pb2.Accepted, wants_prompts: bool) -> Accepted:
+    prompts = [list(prompt.ids) for prompt in proto.prompts] if wants_prompts else []
+    return Accepted(model=proto.model, prompts=prompts)
 
 
 def _finish(proto: inference_pb2.ChoiceFinished) -> Finish:

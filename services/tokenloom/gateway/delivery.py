@@ -141,8 +141,6 @@ class StreamDelivery(Delivery):
                     raise update.error
                 if update.accepted is not None:
                     self._answer.begin(update.accepted)
-                if update.choices:
-                    generation.is_restartable = False
                 if not has_started and (update.accepted is not None or update.is_last):
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     has_started = True

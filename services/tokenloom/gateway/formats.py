@@ -32,7 +32,7 @@ class Format(Protocol):
         """Further top-level fields of a whole answer (given its choices) or of a stream's first chunk (given none)."""
 
     def begin(self, accepted: Accepted) -> None:
-        """The request was taken; called before any other, and again when it began anew."""
+        """The request was taken; called once, before any other."""
 
 
 class ChatFormat:

@@ -7,16 +7,18 @@ Everything that arrives before the handler comes back merges into one Update, so
 one per step. What waits while the handler is busy writing is bounded: a client that takes nothing for long while much
 waits loses its request.
 After the terminal update (usage or error) nothing follows, whatever the session still sends.
+When a session is lost, another one goes on behind what was taken; the handler sees a pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenloom.common.errors import ResourceExhausted, TokenloomError
+from tokenloom.common.errors import Internal, ResourceExhausted, TokenloomError
+from tokenloom.gateway.progress import Progress
 from tokenloom.gateway.sized_work import IDS_PER_ENTRY
 
 _LOGPROB_BYTES = 64
@@ -92,9 +94,8 @@ class ChoiceUpdate:
 
 @dataclass(slots=True)
 class Update:
-    """What is new in a request. `was_restarted` voids everything told before, in this update the parts first."""
+    """What is new in a request."""
 
-    was_restarted: bool = False
     accepted: Accepted | None = None
     choices: dict[int, ChoiceUpdate] = field(default_factory=dict)
     usage: Usage | None = None
@@ -128,17 +129,19 @@ class Generation:
     Args:
         request_id: its id in every stage.
         max_buffered_bytes: text that may wait while the handler is busy; more is for a client that reads on.
+        wants_prompts: the client asked for the ids of its prompts.
 
     Attributes:
-        is_restartable: nothing was told to the client yet, so another session may begin anew. The handler clears it.
+        progress: what was taken so far, for another session.
         is_over: the terminal update was made.
         on_abandoned: called when this side ends the request; set by the session.
         on_slow_reader: called when the bound was hit or an ended answer was not taken in time; set by the handler.
     """
 
-    def __init__(self, request_id: str, max_buffered_bytes: int) -> None:
+    def __init__(self, request_id: str, max_buffered_bytes: int, *, wants_prompts: bool = True) -> None:
         self.request_id = request_id
-        self.is_restartable = True
+        self.wants_prompts = wants_prompts
+        self.progress = Progress()
         self.is_over = False
         self.on_abandoned: Callable[[], None] = _nothing
         self.on_slow_reader: Callable[[], None] = _nothing
@@ -146,7 +149,6 @@ class Generation:
         self._num_buffered_bytes = 0
         self._update = Update()
         self._texts: dict[int, list[str]] = {}
-        self._begun_choices: set[int] = set()
         self._has_news = asyncio.Event()
         self._is_awaited = False
         self._busy_since_s = time.monotonic()
@@ -164,22 +166,42 @@ class Generation:
         self._forget()
         return update
 
-    def accept(self, accepted: Accepted) -> None:
-        """The tokenizer took the request."""
+    @property
+    def is_accepted(self) -> bool:
+        """A tokenizer took the request, this one or one before."""
+        return bool(self.progress.acceptance)
+
+    def accept(self, accepted: Accepted, acceptance: bytes) -> None:
+        """A tokenizer took the request for the first time; `acceptance` is what it sent, serialised."""
         if not self.is_over:
+            self.progress.acceptance = acceptance
             self._update.accepted = accepted
             self._has_news.set()
 
-    def add_text(self, choice_index: int, text: str, num_tokens: int) -> None:
-        """A choice went on."""
+    def add_text(
+        self, choice_index: int, text: str, first_token_index: int, num_tokens: int, token_ids: Sequence[int] = ()
+    ) -> None:
+        """A choice went on. Tokens that do not follow those before are a fault, which ends the request."""
         if self.is_over:
             return
-        choice = self._update.choice(choice_index)
+        progress = self.progress.choice(choice_index)
+        if not num_tokens:
+            self._add_echo(choice_index, progress.take_text_of_no_token(text) if text else "")
+            return
+        if first_token_index != progress.num_tokens:
+            self.abandon(Internal(f"token {progress.num_tokens} was expected, token {first_token_index} came"))
+            return
+        progress.take_tokens(num_tokens, token_ids)
+        self._update.choice(choice_index).num_tokens += num_tokens
+        self._add(choice_index, text)
+
+    def _add_echo(self, choice_index: int, text: str) -> None:
+        if text:
+            self._update.choice(choice_index).echoed = text
+            self._add(choice_index, text)
+
+    def _add(self, choice_index: int, text: str) -> None:
         self._texts.setdefault(choice_index, []).append(text)  # joined once, however many wait
-        choice.num_tokens += num_tokens
-        if choice_index not in self._begun_choices:
-            self._begun_choices.add(choice_index)
-            choice.echoed = "" if num_tokens else text  # text before the first token
         self._buffered(len(text) if text.isascii() else len(text.encode()))
 
     def add_details(
@@ -188,6 +210,8 @@ class Generation:
         """Ids and logprobs of tokens, for requests that asked."""
         if self.is_over:
             return
+        if prompt_logprobs:
+            prompt_logprobs = self.progress.choice(choice_index).take_prompt_logprobs(prompt_logprobs)
         choice = self._update.choice(choice_index)
         choice.token_ids += token_ids
         choice.logprobs += logprobs
@@ -197,6 +221,10 @@ class Generation:
 
     def finish_choice(self, choice_index: int, finish: Finish) -> None:
         """A choice ended."""
+        if self.is_over:
+            return
+        if held := self.progress.choice(choice_index).take_finish():
+            self._add(choice_index, held)
         if not self.is_over:
             self._update.choice(choice_index).finish = finish
             self._has_news.set()
@@ -212,13 +240,6 @@ class Generation:
         if not self.is_over:
             self._update.error = error
             self._end()
-
-    def restart(self) -> None:
-        """Its session was lost before the client saw anything: another one begins anew."""
-        if not self.is_over:
-            self._forget(was_restarted=True)
-            self._begun_choices.clear()
-            self._has_news.set()
 
     def abandon(self, error: TokenloomError) -> None:
         """End it from this side and tell the session. Nothing happens if it is over."""
@@ -245,8 +266,8 @@ class Generation:
             self.abandon(ResourceExhausted(f"the client left more than {limit} KiB unread", reason="SLOW_READER"))
             self.on_slow_reader()
 
-    def _forget(self, was_restarted: bool = False) -> None:
-        self._update = Update(was_restarted=was_restarted)
+    def _forget(self) -> None:
+        self._update = Update()
         self._texts = {}
         self._num_buffered_bytes = 0
 

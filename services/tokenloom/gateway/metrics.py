@@ -51,5 +51,5 @@ SESSIONS = Gauge(
     registry=REGISTRY,
 )
 RESUBMISSIONS = Counter(
-    "tokenloom_gateway_resubmissions_total", "Requests begun anew after their session was lost.", registry=REGISTRY
+    "tokenloom_gateway_resubmissions_total", "Requests sent again after their session was lost.", registry=REGISTRY
 )

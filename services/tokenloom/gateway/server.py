@@ -96,7 +96,13 @@ class GatewayStage:
         if not addresses:
             raise SetupError("--tokenizer: no address given; expected host:port or unix:PATH")
         keys = load_api_keys(config.api_key, config.keys_file)
-        self._pool = TokenizerPool(addresses, config.process.cluster_token, client_id, config.max_num_requests)
+        self._pool = TokenizerPool(
+            addresses,
+            config.process.cluster_token,
+            client_id,
+            config.max_num_requests,
+            takeover_limit_s=config.takeover_limit_s,
+        )
         self._is_draining = False
         app = create_app(Gateway(config, keys, self._pool, lambda: self._is_draining))
         self._server = _Server(

@@ -1,7 +1,8 @@
 """The gateway's end of one tokenizer: a Session that carries all requests, and the stage's health.
 
 Three tasks per tokenizer: one keeps a session open (reads frames, reconnects with backoff), one writes what is to be
-sent as merged frames, one watches grpc.health.v1. When a session is lost, its requests go back to the pool.
+sent as merged frames, one watches grpc.health.v1. When a session is lost, its requests go back to the pool, and so do
+single requests that a tokenizer gives up because it stops.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _WELCOME_LIMIT_S = 10.0
 _UNARY_LIMIT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_GIVEN_BACK_PAUSE_S = 0.2
 _FRAME_BYTES = 1 << 20
 _MAX_U32 = 2**32 - 1
 
@@ -42,7 +44,9 @@ class Call:
     """A generation, what starts it anywhere, since when it is here and when its time is up (the loop's clock).
 
     Attributes:
-        num_attempts: sessions that it was sent through.
+        is_sent: a session had it, so it is no new request any more.
+        num_attempts: sessions that it was sent through since it last went on.
+        num_tokens: tokens that it had then.
         give_up: the timer of its wait for another session.
     """
 
@@ -50,8 +54,16 @@ class Call:
     start: convert.Start
     began_s: float
     deadline_s: float
+    is_sent: bool = False
     num_attempts: int = 0
+    num_tokens: int = 0
     give_up: asyncio.TimerHandle | None = None
+
+    def note_progress(self) -> None:
+        """Its session was lost: it has all its attempts again if it went on in there."""
+        num_tokens = self.generation.progress.num_tokens
+        if num_tokens > self.num_tokens:
+            self.num_attempts, self.num_tokens = 0, num_tokens
 
     def end_wait(self) -> None:
         """It waits no more."""
@@ -102,8 +114,9 @@ class TokenizerClient:
         address: `unix:PATH` or `host:port`.
         cluster_token: credential between stages; empty: none.
         client_id: this gateway's name in the tokenizer's logs.
-        on_lost: told the calls of a session that ended, and whether something was too large for it.
-        on_up: told when a session is open.
+        on_lost: told the calls of a session that ended, and whether something was too large for it; or calls that a
+            tokenizer that stops gave back.
+        on_up: told when a session is open, and when the tokenizer became healthy.
 
     Attributes:
         is_up: a session is open.
@@ -158,8 +171,9 @@ class TokenizerClient:
         handle = self._last_handle
         call.start.handle = handle
         now_s = asyncio.get_running_loop().time()
-        if call.num_attempts:
+        if call.is_sent:
             call.start.age_ms = min(round((now_s - call.began_s) * 1000), _MAX_U32)
+        call.is_sent = True
         call.num_attempts += 1
         remaining_s = call.deadline_s - now_s
         convert.options_of(call.start).remaining_time_ms = min(max(1, round(remaining_s * 1000)), _MAX_U32)
@@ -226,7 +240,9 @@ class TokenizerClient:
             stream.cancel()
 
     async def _greet(self, stream: Any) -> None:
-        hello = inference_pb2.SessionHello(schema_revision=SCHEMA_REVISION, client_id=self._client_id)
+        hello = inference_pb2.SessionHello(
+            schema_revision=SCHEMA_REVISION, client_id=self._client_id, wants_token_ids=True
+        )
         try:
             async with asyncio.timeout(_WELCOME_LIMIT_S):
                 await stream.write(inference_pb2.SessionRequest(hello=hello))
@@ -239,10 +255,14 @@ class TokenizerClient:
         log.info("session with tokenizer %s, model %s", self.address, first.welcome.model)
 
     async def _take(self, frame: inference_pb2.SessionResponse) -> None:
-        for handle in await convert.deliver(frame, self._generations.get):
+        self.is_draining = self.is_draining or frame.draining
+        ended, given_back = await convert.deliver(frame, self._generations.get)
+        calls = [call for handle in given_back if (call := self._calls.get(handle)) is not None]
+        for handle in (*ended, *given_back):
             self._calls.pop(handle, None)
             self._generations.pop(handle, None)
-        self.is_draining = self.is_draining or frame.draining
+        if calls:  # health tells soon that it takes no more, also if it is the engine that stops
+            asyncio.get_running_loop().call_later(_GIVEN_BACK_PAUSE_S, self._on_lost, calls, False)
 
     @staticmethod
     async def _write(stream: Any, outbox: Outbox) -> None:
@@ -259,7 +279,7 @@ class TokenizerClient:
         self._calls.clear()
         self._generations.clear()
         self._last_handle = 0
-        if lost:
+        if was_up:
             self._on_lost(lost, is_overfull)
         return was_up
 
@@ -270,6 +290,8 @@ class TokenizerClient:
             try:
                 async for response in stub.Watch(request):
                     self.is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
+                    if self.is_serving:
+                        self._on_up()
             except grpc.aio.AioRpcError as error:
                 log.debug("no health from tokenizer %s: %s", self.address, error.details())
             except Exception:

@@ -1,16 +1,18 @@
 """All tokenizers that a gateway knows: the choice among them, and what happens when a session is lost.
 
-A request whose client has seen nothing yet (every answer that is not streamed, and streams before their first text)
-begins anew through the next session, with the same id and seed; one that the client has seen a part of fails. Going on
-in mid-stream needs the generated ids of every choice, which would put a message per row into every frame.
+A request whose session was lost goes on through another one, behind the tokens that were taken of it: at once if a
+healthy tokenizer is there, else as soon as one is. The engine keeps what runs for a while (takeover_s, 10 s), so it is
+not computed again if that is soon. New requests wait too, for as long as the last tokenizer may be on its way back.
 
 A session that ended because something was too large for it would end again with the same request, and with it all its
-neighbours. So large requests are not sent again then, and the others only once.
+neighbours. So large requests are not sent again then, and others only once unless they went on. The like holds for a
+request that kills its tokenizer: it has a few attempts without a new token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -23,18 +25,18 @@ from tokenloom.common.errors import (
     Unavailable,
 )
 from tokenloom.gateway import metrics
-from tokenloom.gateway.convert import Start
+from tokenloom.gateway.convert import Start, resumed
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.model_info import ModelInfo
-from tokenloom.gateway.tokenizer_client import Call, TokenizerClient
+from tokenloom.gateway.tokenizer_client import MAX_START_BYTES, Call, TokenizerClient
 
 log = logging.getLogger(__name__)
 TIME_IS_UP = "the request's time was up"
-TAKEOVER_WAIT_S = 10.0
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 6
 # After a session that ended overfull.
 MAX_ATTEMPTS_OVERFULL = 2
 LARGE_START_BYTES = 1 << 20
+_SENT_AT_ONCE = 16
 # The tokenizer is the first to end a request whose time is up; this is for one that does not answer.
 _DEADLINE_SLACK_S = 2.0
 
@@ -47,9 +49,18 @@ class TokenizerPool:
         cluster_token: credential between stages; empty: none.
         client_id: this gateway's name in the tokenizers' logs.
         max_num_requests: requests in flight; more are refused.
+        takeover_limit_s: how long requests wait for a tokenizer when none is left.
     """
 
-    def __init__(self, addresses: Sequence[str], cluster_token: str, client_id: str, max_num_requests: int) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        cluster_token: str,
+        client_id: str,
+        max_num_requests: int,
+        *,
+        takeover_limit_s: float = 30.0,
+    ) -> None:
         self._clients = [
             TokenizerClient(address, cluster_token, client_id, self._take_back, self._submit_waiting)
             for address in addresses
@@ -57,8 +68,12 @@ class TokenizerPool:
         self._max_num_requests = max_num_requests
         self._open: dict[str, Generation] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._waiting: list[Call] = []
+        self._takeover_limit_s = takeover_limit_s
+        self._waiting: dict[str, Call] = {}
+        self._is_sending = False
+        self._lost_at_s: float | None = None
         self._is_closed = False
+        self._is_stopped = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -80,6 +95,7 @@ class TokenizerPool:
     async def stop(self) -> None:
         """Close every session. Requests still open fail."""
         self.close()
+        self._is_stopped = True
         await asyncio.gather(*(client.stop() for client in self._clients))
         self.abandon_all(Unavailable("the gateway was stopped", reason="STOPPED"))
 
@@ -93,8 +109,8 @@ class TokenizerPool:
         Args:
             timeout_s: time that is left for it.
 
-        Raises: DeadlineExceeded if none is left; Unavailable if no tokenizer can be reached; ResourceExhausted at the
-            bound of requests in flight.
+        Raises: DeadlineExceeded if none is left; Unavailable if no tokenizer can be reached, nor could not long ago;
+            ResourceExhausted at the bound of requests in flight.
         """
         late = DeadlineExceeded(TIME_IS_UP)
         if timeout_s <= 0:
@@ -104,14 +120,20 @@ class TokenizerPool:
         if len(self._open) >= self._max_num_requests:
             limit = self._max_num_requests
             raise ResourceExhausted(f"{limit} requests are in flight; try again later", retry_after_s=1.0)
-        client = self._pick()
         loop = asyncio.get_running_loop()
+        wait_s = 0.0 if self._lost_at_s is None else self._lost_at_s + self._takeover_limit_s - loop.time()
+        client = self._find(only_healthy=wait_s > 0)
+        if client is None and wait_s <= 0:
+            raise _unreachable()
         call = Call(generation, start, loop.time(), loop.time() + timeout_s)
         self._open[generation.request_id] = generation
         self._is_idle.clear()
         timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.expire, late)
         self._deadlines[generation.request_id] = timer
-        client.submit(call)
+        if client is None:
+            self._wait_for_session(call, wait_s, _unreachable())
+        else:
+            client.submit(call)
 
     def release(self, generation: Generation) -> None:
         """The handler is done with a request, which must be over."""
@@ -124,7 +146,10 @@ class TokenizerPool:
 
     async def list_models(self, api_key: str) -> list[ModelInfo]:
         """The models served, for the caller with this key. Raises: TokenloomError."""
-        return await self._pick().list_models(api_key)
+        client = self._find()
+        if client is None:
+            raise _unreachable()
+        return await client.list_models(api_key)
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight."""
@@ -135,56 +160,78 @@ class TokenizerPool:
         for generation in list(self._open.values()):
             generation.abandon(error)
 
-    def _find(self) -> TokenizerClient | None:
-        """The healthy tokenizer with the fewest requests in flight."""
+    def _find(self, *, only_healthy: bool = False) -> TokenizerClient | None:
+        """The healthy tokenizer with the fewest requests in flight; without one, any that is there, if that will do."""
         candidates = [client for client in self._clients if client.is_up and not client.is_draining]
-        return min(candidates, key=lambda client: (not client.is_serving, client.num_in_flight), default=None)
-
-    def _pick(self) -> TokenizerClient:
-        client = self._find()
-        if client is None:
-            raise Unavailable("no tokenizer can be reached", reason="NO_TOKENIZER", retry_after_s=1.0)
-        return client
+        found = min(candidates, key=lambda client: (not client.is_serving, client.num_in_flight), default=None)
+        return None if found is None or (only_healthy and not found.is_serving) else found
 
     def _take_back(self, calls: list[Call], is_overfull: bool) -> None:
-        """A session was lost: begin its requests anew where the client saw nothing, fail the others."""
+        """A session was lost, or a tokenizer gave requests back: let them go on through another one."""
+        self._lost_at_s = asyncio.get_running_loop().time()
         lost = Unavailable("the connection to the tokenizer was lost", reason="SESSION_LOST", retry_after_s=1.0)
         max_attempts = MAX_ATTEMPTS_OVERFULL if is_overfull else MAX_ATTEMPTS
         for call in calls:
+            generation = call.generation
+            call.note_progress()
+            if generation.is_over:
+                continue
             if is_overfull and call.start.ByteSize() > LARGE_START_BYTES:
                 too_large = "the request was too large for the connection to the tokenizer; send less at once"
-                call.generation.fail(InvalidArgument(too_large, reason="REQUEST_TOO_LARGE"))
-            elif self._is_closed or not call.generation.is_restartable or call.num_attempts >= max_attempts:
-                call.generation.fail(lost)
+                generation.fail(InvalidArgument(too_large, reason="REQUEST_TOO_LARGE"))
+            elif self._is_stopped or not generation.progress.is_resumable or call.num_attempts >= max_attempts:
+                generation.fail(lost)
             else:
-                call.generation.restart()
-                call.generation.on_abandoned = partial(self._forget, call)
-                self._wait_for_session(call, lost)
+                generation.progress.resume()
+                self._wait_for_session(call, self._takeover_limit_s, lost)
         self._submit_waiting()
 
-    def _wait_for_session(self, call: Call, lost: TokenloomError) -> None:
-        """Keep a call until another session is open, so long as that may take or the call's own time allows."""
+    def _wait_for_session(self, call: Call, limit_s: float, lost: TokenloomError) -> None:
+        """Keep a call until a healthy tokenizer is there, for `limit_s` seconds or what the call's own time allows."""
         loop = asyncio.get_running_loop()
-        end_s, error = loop.time() + TAKEOVER_WAIT_S, lost
+        end_s, error = loop.time() + limit_s, lost
         if call.deadline_s < end_s:  # there is no tokenizer to end it
             end_s, error = call.deadline_s, DeadlineExceeded(TIME_IS_UP)
         call.give_up = loop.call_at(end_s, self._give_up, call, error)
-        self._waiting.append(call)
+        call.generation.on_abandoned = partial(self._forget, call)
+        self._waiting[call.generation.request_id] = call
 
     def _submit_waiting(self) -> None:
-        while self._waiting and (client := self._find()) is not None:
-            call = self._waiting.pop(0)
+        """Send what waits, a few calls at a time: streams of others go on in between."""
+        if not self._is_sending:
+            self._send_some()
+
+    def _send_some(self) -> None:
+        self._is_sending = False
+        for request_id in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
+            client = self._find(only_healthy=True)
+            if client is None:
+                return
+            call = self._waiting.pop(request_id)
             call.end_wait()
-            if not call.generation.is_over:
-                metrics.RESUBMISSIONS.inc()
-                client.submit(call)
+            self._send_again(call, client)
+        if self._waiting:
+            self._is_sending = True
+            asyncio.get_running_loop().call_soon(self._send_some)
+
+    @staticmethod
+    def _send_again(call: Call, client: TokenizerClient) -> None:
+        if call.is_sent:
+            metrics.RESUBMISSIONS.inc()
+            call.start = resumed(call.start, call.generation.progress)
+            if call.start.ByteSize() > MAX_START_BYTES:
+                call.generation.fail(Unavailable("the request has grown too large to go on", reason="SESSION_LOST"))
+                return
+        client.submit(call)
 
     def _forget(self, call: Call) -> None:
         call.end_wait()
-        if call in self._waiting:
-            self._waiting.remove(call)
+        self._waiting.pop(call.generation.request_id, None)
 
     def _give_up(self, call: Call, error: TokenloomError) -> None:
-        if call in self._waiting:
-            self._waiting.remove(call)
+        if self._waiting.pop(call.generation.request_id, None) is not None:
             call.generation.fail(error)
+
+
+def _unreachable() -> Unavailable:
+    return Unavailable("no tokenizer can be reached", reason="NO_TOKENIZER", retry_after_s=1.0)

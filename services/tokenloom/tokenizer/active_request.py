@@ -112,7 +112,9 @@ class ActiveRequest:
         self._prompts = prompts
         sampling = _with_defaults(options.sampling, info.default_sampling)
         longest = info.max_model_len - min(len(prompt) for prompt in prompts)
-        stop = dataclasses.replace(options.stop, max_tokens=min(options.stop.max_tokens or longest, longest))
+        max_tokens = min(options.stop.max_tokens or longest, longest)
+        min_tokens = min(options.stop.min_tokens, max_tokens)  # what is told may be sent again
+        stop = dataclasses.replace(options.stop, max_tokens=max_tokens, min_tokens=min_tokens)
         told = prompts if self.request.wants_prompt_ids else ()
         self._accepted = Accepted(
             self.request_id, int(time.time()), self._model_id, sampling.seed or 0, told, sampling, stop
@@ -127,16 +129,20 @@ class ActiveRequest:
         for index in range(self.num_choices):
             submission = self._submission(index, prompts[index // options.num_choices], sampling, stop, trace)
             self._choices.append(Choice(self, rules, submission))
-        self._num_open = len(self._choices)
+            self._choices[-1].num_cached_tokens = options.num_cached_tokens.get(index)
         for choice, ids in zip(self._choices, options.resume_token_ids, strict=False):
             await self._resume(choice, ids)
+        self._num_open = sum(choice.is_open for choice in self._choices)
         if isinstance(self.request.input, CompleteInput) and self.request.input.echo:  # a resumed choice had it
-            self._to_echo = {choice.index for choice in self._choices if not choice.token_ids}
+            self._to_echo = {choice.index for choice in self._choices if choice.is_open and not choice.token_ids}
         PROMPT_TOKENS.inc(self.num_prompt_tokens)
 
     async def _resume(self, choice: Choice, ids: Sequence[int]) -> None:
         """Give a choice the ids that its reader has, a few at a time: other requests go on in between."""
         check_resumed_ids(ids, choice.submission.stop.max_tokens, self._info)
+        if choice.index in self.request.options.finished_choices:
+            choice.set_ended(ids)
+            return
         for start in range(0, len(ids), _RESUMED_IDS_AT_ONCE):
             choice.resume(ids[start : start + _RESUMED_IDS_AT_ONCE])
             await asyncio.sleep(0)
@@ -194,6 +200,8 @@ class ActiveRequest:
                 choice.handle = self._engine.submit(choice)
         if earlier is not None:
             earlier._hand_over({choice.submission.request_id for choice in self._choices if choice.handle})
+        if self._num_open == 0 and not self.done.done():  # only the usage was not told
+            self._complete()
 
     def fail(self, error: TokenloomError) -> None:
         """End the request badly."""
@@ -224,10 +232,7 @@ class ActiveRequest:
         """Tell Accepted, once, and the prompt's text before the choice's own if it is to be echoed."""
         if self.done.done():
             return
-        if not self._is_accepted:
-            self._is_accepted = True
-            assert self._accepted is not None
-            self._sink.put(self._accepted)
+        self._tell_accepted()
         if choice.index in self._to_echo:
             self._to_echo.discard(choice.index)
             self._sink.put(Delta(choice.index, text=self._prompt_text(choice)))
@@ -246,12 +251,22 @@ class ActiveRequest:
         self._sink.put(finished)
         self._num_open -= 1
         if self._num_open == 0:
-            self._sink.put(self._usage())
-            self.done.set_result(None)
+            self._complete()
 
     def on_choice_failed(self, error: TokenloomError) -> None:
         """One choice's failure is the request's."""
         self.fail(error)
+
+    def _tell_accepted(self) -> None:
+        if not self._is_accepted:
+            self._is_accepted = True
+            assert self._accepted is not None
+            self._sink.put(self._accepted)
+
+    def _complete(self) -> None:
+        self._tell_accepted()
+        self._sink.put(self._usage())
+        self.done.set_result(None)
 
     def _prompt_text(self, choice: Choice) -> str:
         assert isinstance(self.request.input, CompleteInput)

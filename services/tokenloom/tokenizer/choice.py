@@ -2,7 +2,8 @@
 
 Text after any token is a function of the ids up to it alone: of the stream decoder, which waits for whole characters,
 and the stop matcher, which holds back what may be the start of a stop string. So a choice that is taken up again from
-its ids goes on exactly where its reader stopped.
+its ids goes on exactly where its reader stopped. Only what the end sets free is not: it is told as text of no token, so
+that a reader who did not see the end knows what to drop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ChoiceRules:
         skipped_token_ids: special tokens that are left out of the text.
         end_token_ids: tokens that end a choice; they are never text.
         stop_strings: prepared once, since their tables cost time.
-        return_token_ids: deltas carry ids.
+        return_token_ids: the caller asked for the ids of deltas.
     """
 
     tokenizer: Tokenizer
@@ -76,7 +77,7 @@ class Choice:
         self._matcher = StopMatcher(rules.stop_strings)
         self._token_ids: list[int] = []
         self._next_prompt_position = 1
-        self._delta = Delta(submission.choice_index)
+        self._delta = self._next_delta()
         self.handle = 0
         """The engine session's name for it, set by who submits it."""
         self.num_cached_tokens: int | None = None
@@ -85,10 +86,20 @@ class Choice:
         """It has not ended."""
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Take ids that its reader has; deltas begin behind them. A long run may come in several calls."""
+        """Take ids that its reader has; deltas begin behind them. A long run may come in several calls.
+
+        Whoever has a token has the prompt's logprobs, which come before it.
+        """
         for token_id in token_ids:
             self._push(token_id)
-        self._delta = Delta(self.index, first_token_index=len(self._token_ids))
+        if token_ids:
+            self._next_prompt_position = len(self._submission.prompt_token_ids)
+        self._delta = self._next_delta()
+
+    def set_ended(self, token_ids: Sequence[int]) -> None:
+        """Its reader saw its end: nothing more is told, its ids count in the usage."""
+        self._token_ids += token_ids
+        self.is_open = False
 
     @property
     def submission(self) -> Submission:
@@ -117,6 +128,7 @@ class Choice:
         """The engine began to run it; a later start is a resumption and changes nothing."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = min(num_cached_tokens, len(self._submission.prompt_token_ids))
+            self._delta.num_cached_tokens = self.num_cached_tokens
         self._owner.on_choice_started(self)
 
     def on_prompt_logprobs(self, first_position: int, logprobs: list[PositionLogprobs]) -> None:
@@ -212,8 +224,7 @@ class Choice:
     def _account(self, token_id: int, logprobs: PositionLogprobs | None) -> None:
         """Count a token in the next delta."""
         self._delta.num_tokens += 1
-        if self._rules.return_token_ids:
-            self._delta.token_ids.append(token_id)
+        self._delta.token_ids.append(token_id)
         if logprobs is not None:
             self._delta.logprobs.append(logprobs)
 
@@ -221,13 +232,17 @@ class Choice:
         """Pass the gathered delta on if it says something; text may lag behind its tokens."""
         delta = self._delta
         if delta.text or delta.has_extras or (is_last and delta.num_tokens):
-            self._delta = Delta(self.index, first_token_index=len(self._token_ids))
+            self._delta = self._next_delta()
             self._owner.on_choice_delta(delta)
+
+    def _next_delta(self) -> Delta:
+        return Delta(self.index, first_token_index=len(self._token_ids), is_ids_wanted=self._rules.return_token_ids)
 
     # --- ends ---
 
     def _finish(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
         """End by token: what is held back is text after all, unless it completes a stop string."""
+        self._send(is_last=True)
         self._add_text(self._detokenizer.flush())
         if self._matcher.found:
             self._finish_by_stop_string()

@@ -59,11 +59,16 @@ def complete_request(
     )
 
 
-def session_start(start: inference_pb2.SessionStart, caller: domain.Caller) -> domain.GenerationRequest:
+def session_start(
+    start: inference_pb2.SessionStart, caller: domain.Caller, wants_ids: bool = False
+) -> domain.GenerationRequest:
     """A request of a gateway's session; only here a request's age is believed, as gateways hold the cluster credential.
 
     A choice that is resumed was there before too, also if its gateway does not tell the age. The prompts' ids go back
-    only to who asked for ids: those of all a gateway's requests share one outbox.
+    only to who asked for ids or needs them to go on elsewhere: those of all a gateway's requests share one outbox.
+
+    Args:
+        wants_ids: the gateway goes on with its requests elsewhere if this session is lost.
 
     Raises: InvalidArgument if it is neither Chat nor Complete.
     """
@@ -77,7 +82,15 @@ def session_start(start: inference_pb2.SessionStart, caller: domain.Caller) -> d
             raise InvalidArgument("a start needs a chat or a completion")
     is_resumed = any(request.options.resume_token_ids)
     age_s = start.age_ms / 1000 if start.HasField("age_ms") else 0.0 if is_resumed else None
-    return dataclasses.replace(request, age_s=age_s, wants_prompt_ids=request.options.return_token_ids)
+    wants_prompt_ids = request.options.return_token_ids or (wants_ids and _came_as_text(request.input))
+    return dataclasses.replace(request, age_s=age_s, wants_prompt_ids=wants_prompt_ids)
+
+
+def _came_as_text(asked: domain.ChatInput | domain.CompleteInput) -> bool:
+    """Who sent it does not know all ids of its prompts."""
+    if isinstance(asked, domain.ChatInput):
+        return asked.prompt_token_ids is None
+    return any(isinstance(prompt, str) for prompt in asked.prompts)
 
 
 def chat_input(proto: inference_pb2.ChatRequest) -> domain.ChatInput:
@@ -88,6 +101,7 @@ def chat_input(proto: inference_pb2.ChatRequest) -> domain.ChatInput:
         template_kwargs_json=proto.template_kwargs_json,
         add_generation_prompt=_optional(proto, "add_generation_prompt"),
         continue_final_message=proto.continue_final_message,
+        prompt_token_ids=proto.prompt_token_ids.ids if proto.HasField("prompt_token_ids") else None,
     )
 
 
@@ -120,6 +134,8 @@ def _options(proto: inference_pb2.GenerationOptions) -> domain.Options:
         request_id=proto.request_id,
         return_token_ids=proto.return_token_ids,
         resume_token_ids=tuple(choice.ids for choice in proto.resume_token_ids),
+        finished_choices=frozenset(proto.finished_choices),
+        num_cached_tokens=dict(proto.num_cached_tokens),
         resumable=proto.resumable,
     )
 
@@ -198,16 +214,21 @@ class EventConverter:
             case events.Failed(error):
                 raise error
 
-    def frame(self, batch: Iterable[tuple[int, events.Event]]) -> inference_pb2.SessionResponse:
+    def frame(
+        self, batch: Iterable[tuple[int, events.Event]], wants_ids: bool = False
+    ) -> inference_pb2.SessionResponse:
         """What happened to the requests of a session, by handle, as columns.
 
         The events of one request come in the order in which their parts stand in the message.
+
+        Args:
+            wants_ids: the columns have the ids of all rows.
         """
         response = inference_pb2.SessionResponse()
         for handle, event in batch:
             match event:
                 case events.Delta():
-                    self._add_row(response.outputs, handle, event)
+                    self._add_row(response.outputs, handle, event, wants_ids)
                 case events.Accepted():
                     response.accepted.add(handle=handle, accepted=_accepted(event))
                 case events.ChoiceFinished():
@@ -218,13 +239,15 @@ class EventConverter:
                     response.failed.add(handle=handle, error=to_proto(error))
         return response
 
-    def _add_row(self, outputs: inference_pb2.TextOutputs, handle: int, delta: events.Delta) -> None:
+    def _add_row(self, outputs: inference_pb2.TextOutputs, handle: int, delta: events.Delta, wants_ids: bool) -> None:
         outputs.handles.append(handle)
         outputs.choice_indexes.append(delta.choice_index)
         outputs.first_token_indexes.append(delta.first_token_index)
         outputs.num_tokens.append(delta.num_tokens)
         outputs.texts.append(delta.text)
-        if delta.has_extras:
+        if wants_ids:
+            outputs.token_ids.extend(delta.token_ids)
+        if delta.has_extras or (wants_ids and delta.num_cached_tokens is not None):
             outputs.extras.add(handle=handle, delta=self._delta(delta, ""))
 
     def _delta(self, delta: events.Delta, text: str) -> inference_pb2.Delta:
@@ -233,9 +256,10 @@ class EventConverter:
             text=text,
             first_token_index=delta.first_token_index,
             num_tokens=delta.num_tokens,
-            token_ids=delta.token_ids,
+            token_ids=delta.token_ids if delta.is_ids_wanted else (),
             logprobs=map(self._position, delta.logprobs),
             prompt_logprobs=map(self._position, delta.prompt_logprobs),
+            num_cached_tokens=delta.num_cached_tokens,
         )
 
     def _position(self, position: events.PositionLogprobs) -> inference_pb2.TokenLogprobs:

@@ -59,13 +59,17 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation to continue; `add_generation_prompt` None is true unless the final message is continued."""
+    """A conversation to continue; `add_generation_prompt` None is true unless the final message is continued.
+
+    `prompt_token_ids` are what it was rendered to before, if it is sent again; nothing else is looked at then.
+    """
 
     messages: tuple[ChatMessage, ...]
     tools_json: tuple[str, ...] = ()
     template_kwargs_json: str = ""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    prompt_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class Options:
     request_id: str = ""
     return_token_ids: bool = False
     resume_token_ids: tuple[Sequence[int], ...] = ()
+    finished_choices: frozenset[int] = frozenset()
+    num_cached_tokens: Mapping[int, int] = field(default_factory=dict)
     resumable: bool = False
 
 

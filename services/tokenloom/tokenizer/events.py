@@ -74,7 +74,9 @@ class Delta:
 
     Args:
         first_token_index: index of the first of `num_tokens` tokens within the choice.
-        token_ids: only if the caller asked for ids.
+        token_ids: of these tokens.
+        is_ids_wanted: the caller asked for ids.
+        num_cached_tokens: prompt tokens that the choice found in the prefix cache; None but on its first tokens.
     """
 
     choice_index: int
@@ -84,11 +86,13 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    is_ids_wanted: bool = False
+    num_cached_tokens: int | None = None
 
     @property
     def has_extras(self) -> bool:
-        """Carries more than text."""
-        return bool(self.token_ids or self.logprobs or self.prompt_logprobs)
+        """Carries more than text for its reader."""
+        return bool((self.is_ids_wanted and self.token_ids) or self.logprobs or self.prompt_logprobs)
 
     @property
     def num_logprobs(self) -> int:

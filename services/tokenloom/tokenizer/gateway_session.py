@@ -51,6 +51,7 @@ class GatewaySession:
         self._reader: asyncio.Task[None] | None = None
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._last_handle = 0
+        self._wants_ids = False
         self._must_tell_draining = False
 
     async def run(
@@ -70,7 +71,7 @@ class GatewaySession:
             while True:
                 batch = await self._outbox.take()
                 for part in parts_of(batch):
-                    yield self._converter.frame(part)
+                    yield self._converter.frame(part, self._wants_ids)
                     await asyncio.sleep(0)
                 if self._must_tell_draining:
                     self._must_tell_draining = False
@@ -109,6 +110,7 @@ class GatewaySession:
         if not first.HasField("hello"):
             raise InvalidArgument("the session did not begin with a hello")
         check_revision(first.hello.schema_revision, "gateway")
+        self._wants_ids = first.hello.wants_token_ids
         log.info("gateway session opened by %s", first.hello.client_id)
         return first
 
@@ -138,7 +140,8 @@ class GatewaySession:
         """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
         handle = start.handle
         try:
-            request = session_start(start, self._authenticator.caller_of(start.key_digest, Scope.INFERENCE))
+            caller = self._authenticator.caller_of(start.key_digest, Scope.INFERENCE)
+            request = session_start(start, caller, self._wants_ids)
             await self._generation.run(request, RequestSink(self._outbox, handle))
         except TokenloomError as error:
             self._outbox.put(handle, Failed(error))

@@ -108,6 +108,8 @@ class GenerationService:
         Raises: InvalidArgument naming the prompt that is wrong.
         """
         if isinstance(request.input, ChatInput):
+            if request.input.prompt_token_ids is not None:
+                return (checked_ids(request.input.prompt_token_ids, engine, "prompt_token_ids"),)
             rendered = await self._chat_template.render(request.input)
             ids = await self._encoder.encode_segments(rendered.segments, max_model_len=engine.max_model_len)
             check_prompt(ids, engine, "messages")

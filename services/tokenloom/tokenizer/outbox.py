@@ -140,7 +140,7 @@ def size_of(event: Event) -> int:
     """Roughly the bytes of an event on the wire."""
     match event:
         case Delta():
-            num_logprobs = event.num_logprobs if event.has_extras else 0
+            num_logprobs = event.num_logprobs if event.logprobs or event.prompt_logprobs else 0
             extras = _BYTES_PER_ID * len(event.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
             return _EVENT_BYTES + _utf8_bytes(event.text) + extras
         case Accepted():

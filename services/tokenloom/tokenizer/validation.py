@@ -166,11 +166,14 @@ def _check_class(request: GenerationRequest) -> None:
 
 
 def _check_resumed(request: GenerationRequest) -> None:
-    """The lists' number; their ids are checked when each is used."""
-    resumed = request.options.resume_token_ids
+    """The lists' number, and which choices had ended; ids are checked when each list is used."""
+    resumed, finished = request.options.resume_token_ids, request.options.finished_choices
     num_choices = request.num_choices
     message = f"{len(resumed)} lists of ids for {num_choices} choices"
     _require(len(resumed) in (0, num_choices), "resume_token_ids", message)
+    _require(bool(resumed) or not finished, "finished_choices", "choices had ended, but no ids of them are given")
+    last = max(finished, default=0)
+    _require(last < num_choices, "finished_choices", f"there is no choice {last}")
 
 
 def _range(value: float | None, field: str, low: float, high: float) -> None:

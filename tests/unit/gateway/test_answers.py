@@ -110,13 +110,6 @@ def test_a_whole_answer_is_what_was_streamed() -> None:
     assert parsed.usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_a_restart_voids_what_was_collected() -> None:
-    answer = WholeAnswer(HEAD, ChatFormat(), 1)
-    answer.add(Update(accepted=ACCEPTED, choices={0: ChoiceUpdate(text="lost")}))
-    answer.add(Update(was_restarted=True, choices={0: ChoiceUpdate(text="new", finish=Finish("stop"))}, usage=USAGE))
-    assert orjson.loads(answer.body(USAGE))["choices"][0]["message"]["content"] == "new"
-
-
 def test_half_an_answer_is_never_sent_as_a_whole_one() -> None:
     answer = WholeAnswer(HEAD, ChatFormat(), 2)
     answer.add(Update(accepted=ACCEPTED, choices={0: ChoiceUpdate(text="a", finish=Finish("stop"))}, usage=USAGE))

@@ -129,7 +129,7 @@ def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
     generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
 
     async def updates() -> list[Update]:
-        assert await deliver(frame, generations.get) == [1, 2, 9]
+        assert await deliver(frame, generations.get) == ([1, 2, 9], [])
         return [await generation.next_update() for generation in generations.values()]
 
     one, two = asyncio.run(updates())

@@ -7,9 +7,15 @@ import pytest
 
 from tokenloom.common.errors import Cancelled, Internal, ResourceExhausted
 from tokenloom.gateway import generation as generation_module
-from tokenloom.gateway.generation import Accepted, Finish, Generation, Update, Usage
+from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Update, Usage
 
 USAGE = Usage(1, 2, 0)
+
+
+def add(generation: Generation, choice_index: int, text: str, num_tokens: int) -> None:
+    """More text of a choice, behind the tokens that it has."""
+    first = generation.progress.choice(choice_index).num_tokens
+    generation.add_text(choice_index, text, first, num_tokens, [7] * num_tokens)
 
 
 def collect(generation: Generation) -> Update:
@@ -18,10 +24,10 @@ def collect(generation: Generation) -> Update:
 
 def test_what_arrives_while_the_handler_is_busy_merges_into_one_update() -> None:
     generation = Generation("r", 1000)
-    generation.accept(Accepted("tiny", [[1]]))
-    generation.add_text(0, "a", 1)
-    generation.add_text(1, "x", 1)
-    generation.add_text(0, "b", 2)
+    generation.accept(Accepted("tiny", [[1]]), b"accepted")
+    add(generation, 0, "a", 1)
+    add(generation, 1, "x", 1)
+    add(generation, 0, "b", 2)
     generation.add_details(0, [5, 6, 7], [], [])
     generation.finish_choice(0, Finish("stop"))
     update = collect(generation)
@@ -36,9 +42,8 @@ def test_what_arrives_while_the_handler_is_busy_merges_into_one_update() -> None
 def test_nothing_follows_the_end() -> None:
     generation = Generation("r", 1000)
     generation.complete(USAGE)
-    generation.add_text(0, "late", 1)
+    add(generation, 0, "late", 1)
     generation.fail(Internal("late"))
-    generation.restart()
     generation.abandon(Cancelled("late"))
     update = collect(generation)
     assert update == Update(usage=USAGE)
@@ -70,9 +75,9 @@ def test_a_reader_that_took_nothing_for_long_loses_its_request_at_the_bound_and_
     generation = Generation("r", 1000)
     generation.on_abandoned = lambda: told.append("session")
     generation.on_slow_reader = lambda: told.append("handler")
-    generation.add_text(0, "é" * 500, 1)  # 1000 bytes
+    add(generation, 0, "é" * 500, 1)  # 1000 bytes
     assert told == []
-    generation.add_text(0, "x", 1)
+    add(generation, 0, "x", 1)
     assert told == ["session", "handler"]
     update = collect(generation)
     assert isinstance(update.error, ResourceExhausted)
@@ -83,9 +88,9 @@ def test_a_reader_that_took_nothing_for_long_loses_its_request_at_the_bound_and_
 def test_a_burst_is_no_slow_reader_up_to_a_bound_of_its_own() -> None:
     generation = Generation("r", 1000)
     for _ in range(64):
-        generation.add_text(0, "x" * 1000, 1)
+        add(generation, 0, "x" * 1000, 1)
     assert not generation.is_over
-    generation.add_text(0, "x", 1)
+    add(generation, 0, "x", 1)
     error = collect(generation).error
     assert error is not None
     assert error.reason == "SLOW_READER"
@@ -97,11 +102,11 @@ def test_patience_begins_anew_when_the_reader_takes_a_part(monkeypatch: pytest.M
     generation = Generation("r", 1000)
     for _ in range(3):
         now_s += 4.0
-        generation.add_text(0, "x" * 2000, 1)
+        add(generation, 0, "x" * 2000, 1)
         assert not generation.is_over
         collect(generation)
     now_s += 5.0
-    generation.add_text(0, "x" * 2000, 1)
+    add(generation, 0, "x" * 2000, 1)
     assert generation.is_over
 
 
@@ -110,7 +115,7 @@ def test_a_large_frame_does_not_hurt_a_handler_that_waits() -> None:
         generation = Generation("r", 1000)
         reader = asyncio.create_task(generation.next_update())
         await asyncio.sleep(0)
-        generation.add_text(0, "x" * 5000, 1)
+        add(generation, 0, "x" * 5000, 1)
         return await reader
 
     update = asyncio.run(read_while_a_frame_arrives())
@@ -118,23 +123,71 @@ def test_a_large_frame_does_not_hurt_a_handler_that_waits() -> None:
     assert len(update.choices[0].text) == 5000
 
 
-def test_a_restart_forgets_what_the_handler_has_not_seen() -> None:
+def test_text_behind_a_choices_tokens_that_belongs_to_none_is_told_with_its_end() -> None:
     generation = Generation("r", 1000)
-    generation.add_text(0, "old", 1)
-    generation.restart()
-    generation.add_text(0, "new", 1)
+    add(generation, 0, "prompt", 0)
+    add(generation, 0, "a", 1)
+    add(generation, 0, "held", 0)
+    add(generation, 1, "b", 1)
     update = collect(generation)
-    assert update.was_restarted
-    assert update.choices[0].text == "new"
+    assert (update.choices[0].text, update.choices[0].echoed) == ("prompta", "prompt")
+    assert (update.choices[1].text, update.choices[1].echoed) == ("b", "")
+    generation.finish_choice(0, Finish("length"))
+    assert collect(generation).choices[0].text == "held"
 
 
-def test_only_text_before_a_choices_first_token_is_the_prompts() -> None:
+def test_another_session_tells_the_end_again_and_its_text_once() -> None:
     generation = Generation("r", 1000)
-    generation.add_text(0, "prompt", 0)
-    generation.add_text(0, "a", 1)
-    generation.add_text(0, "late", 0)
-    generation.add_text(1, "b", 1)
-    generation.add_text(1, "late", 0)
+    add(generation, 0, "a", 1)
+    add(generation, 0, "held", 0)
+    generation.progress.resume()
+    add(generation, 0, "held", 0)
+    generation.finish_choice(0, Finish("length"))
+    assert collect(generation).choices[0].text == "aheld"
+
+
+def test_an_echo_that_comes_again_is_told_once_and_does_not_count_as_held() -> None:
+    generation = Generation("r", 1000)
+    add(generation, 0, "prompt", 0)
+    generation.progress.resume()
+    add(generation, 0, "prompt", 0)
+    add(generation, 1, "prompt", 0)
+    add(generation, 0, "a", 1)
     update = collect(generation)
-    assert (update.choices[0].text, update.choices[0].echoed) == ("promptalate", "prompt")
-    assert update.choices[1].echoed == ""
+    assert (update.choices[0].text, update.choices[0].echoed) == ("prompta", "prompt")
+    assert update.choices[1].text == "prompt"
+
+
+def test_prompt_logprobs_that_come_again_are_told_once() -> None:
+    def position(token_id: int) -> Position:
+        return Position(Logprob(token_id, "x", b"x", -1.0), [])
+
+    generation = Generation("r", 100_000)
+    generation.add_details(0, [], [], [position(1), position(2), position(3)])
+    for _ in range(2):  # two losses, the second while it comes again
+        generation.progress.resume()
+        generation.add_details(0, [], [], [position(1), position(2)])
+    generation.add_details(0, [], [], [position(3), position(4)])
+    assert [found.token.token_id for found in collect(generation).choices[0].prompt_logprobs] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("first_token_index", [0, 2])
+def test_tokens_that_do_not_follow_those_before_end_the_request(first_token_index: int) -> None:
+    told: list[str] = []
+    generation = Generation("r", 1000)
+    generation.on_abandoned = lambda: told.append("session")
+    add(generation, 0, "a", 1)
+    generation.add_text(0, "again", first_token_index, 1, [7])
+    update = collect(generation)
+    assert update.choices[0].text == "a"
+    assert isinstance(update.error, Internal)
+    assert told == ["session"]
+
+
+def test_a_request_goes_on_elsewhere_only_if_all_its_ids_are_known() -> None:
+    generation = Generation("r", 1000)
+    assert generation.progress.is_resumable
+    add(generation, 0, "a", 1)
+    assert generation.progress.is_resumable
+    generation.add_text(0, "b", 1, 1)  # by a tokenizer that does not tell ids
+    assert not generation.progress.is_resumable

@@ -93,9 +93,9 @@ def test_a_session_lost_for_another_reason_costs_a_large_request_nothing(clients
     asyncio.run(story())
 
 
-def test_a_second_loss_has_a_wait_of_its_own(clients: list[NotingClient], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_loss_has_a_wait_of_its_own(clients: list[NotingClient]) -> None:
     async def story() -> None:
-        pool = TokenizerPool(["a"], "", "", 10)
+        pool = TokenizerPool(["a"], "", "", 10, takeover_limit_s=0.05)
         generation = submit(pool, "r")
         [call] = clients[0].calls
         clients[0].lose(comes_back=False)
@@ -104,7 +104,6 @@ def test_a_second_loss_has_a_wait_of_its_own(clients: list[NotingClient], monkey
         clients[0].is_up = True
         clients[0].on_up()
         assert first.cancelled()
-        monkeypatch.setattr(tokenizer_pool, "TAKEOVER_WAIT_S", 0.05)
         clients[0].lose(comes_back=False)
         assert not generation.is_over
         await asyncio.sleep(0.1)

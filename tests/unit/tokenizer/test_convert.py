@@ -89,7 +89,7 @@ def test_consecutive_frames_merge_by_concatenation(tiny: TokenizerAssets) -> Non
     converter = convert.EventConverter(TokenTexts(tiny.tokenizer))
     batch: Batch = [
         (1, Delta(0, "a", 0, 1)),
-        (2, Delta(1, "b", 3, 2, [7, 8])),
+        (2, Delta(1, "b", 3, 2, [7, 8], is_ids_wanted=True)),
         (1, ChoiceFinished(0, FinishReason.STOP, stop_string="x")),
         (1, Completed(3, 1, 0)),
         (3, Failed(InvalidArgument("no", field="n"))),

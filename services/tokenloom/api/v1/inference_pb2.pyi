@@ -7,6 +7,12 @@ Direct clients call Chat and Complete, one call per request. Gateways hold one S
 all their requests. Both deliver the same events. Errors before acceptance are gRPC statuses (in a Session: Failed
 before Accepted); afterwards there is exactly one terminal event per request: Completed or Failed.
 
+Resuming. When a call is lost (UNAVAILABLE), its client sends it again through any tokenizer: with the request id,
+prompts, sampling and stop that Accepted told, the ids that each choice's deltas brought as resume_token_ids, and the
+choices that had ended as finished_choices. Deltas then go on behind those ids. The text of a delta that has tokens is
+a function of the ids up to its end, so nothing is told twice; only the text of a delta of 0 tokens that no
+ChoiceFinished followed is told again, and has to be dropped.
+
 Credentials of direct clients: metadata `authorization: Bearer KEY`.
 """
 
@@ -133,6 +139,26 @@ class GenerationOptions(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NumCachedTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
@@ -148,6 +174,8 @@ class GenerationOptions(_message.Message):
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REMAINING_TIME_MS_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
+    FINISHED_CHOICES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model asked for; empty takes the one served. Another name is NOT_FOUND."""
     include_stop_string: _builtins.bool
@@ -187,8 +215,19 @@ class GenerationOptions(_message.Message):
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
         """A resubmission after a failure: the ids that each choice had already, in order of choice index, at most max_tokens
-        of each. Generation goes on and deltas begin behind them. Empty: a new request.
+        of each. Generation goes on and deltas begin behind them; prompt logprobs and echo were there before the first of
+        them. Empty: a new request.
         """
+
+    @_builtins.property
+    def finished_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With resume_token_ids: indexes of choices that had ended. Nothing of them is generated or told again; their ids
+        count in the usage.
+        """
+
+    @_builtins.property
+    def num_cached_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """With resume_token_ids: what Delta.num_cached_tokens told, by choice index. Only for the usage."""
 
     def __init__(
         self,
@@ -208,10 +247,12 @@ class GenerationOptions(_message.Message):
         resume_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         remaining_time_ms: _builtins.int | None = ...,
         resumable: _builtins.bool = ...,
+        finished_choices: _abc.Iterable[_builtins.int] | None = ...,
+        num_cached_tokens: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "grammar", b"grammar", "num_choices", b"num_choices", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "model", b"model", "num_choices", b"num_choices", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "request_id", b"request_id", "resumable", b"resumable", "resume_token_ids", b"resume_token_ids", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "finished_choices", b"finished_choices", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "request_id", b"request_id", "resumable", b"resumable", "resume_token_ids", b"resume_token_ids", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_strings", b"stop_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -244,6 +285,7 @@ class ChatRequest(_message.Message):
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     template_kwargs_json: _builtins.str
     """Values for the chat template, a JSON object. Names the template engine owns are refused."""
     add_generation_prompt: _builtins.bool
@@ -262,6 +304,12 @@ class ChatRequest(_message.Message):
     def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Functions that the model may call, each a JSON text in OpenAI's form."""
 
+    @_builtins.property
+    def prompt_token_ids(self) -> Global___TokenIds:
+        """The prompt's ids, as Accepted told them, when the request is sent again; messages, tools and template are then not
+        looked at. Absent: the conversation is rendered.
+        """
+
     def __init__(
         self,
         *,
@@ -271,10 +319,11 @@ class ChatRequest(_message.Message):
         template_kwargs_json: _builtins.str = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        prompt_token_ids: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "options", b"options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "options", b"options", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "options", b"options", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "options", b"options", "prompt_token_ids", b"prompt_token_ids", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -346,7 +395,9 @@ class CompleteRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     echo: _builtins.bool
-    """Send the prompt's text before the generated text, in a delta of 0 tokens; not to choices that are resumed."""
+    """Send the prompt's text before the generated text, in a delta of 0 tokens; not to choices that are resumed from a
+    token on.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """1 to 1,024 prompts, of at most 1,000,000 tokens together. Choices are numbered prompt by prompt:
@@ -529,14 +580,19 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """Which choice."""
     text: _builtins.str
-    """Text to append; whole characters only."""
+    """Text to append; whole characters only. What was held back until the choice's end (half a character, the begin of a
+    stop string) comes in a delta of 0 tokens right before ChoiceFinished.
+    """
     first_token_index: _builtins.int
     """Index of the first of this delta's tokens within the choice."""
     num_tokens: _builtins.int
     """How many generated tokens this delta accounts for. Text may lag behind its tokens."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that this choice found in the prefix cache; on its first delta with tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids, if asked for."""
@@ -548,7 +604,8 @@ class Delta(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """Logprobs of the prompt, if asked for; sent before the first token, one entry per prompt token after the first, in
-        deltas of at most 256 entries, and only with the first choice of each prompt.
+        deltas of at most 256 entries, and only with the first choice of each prompt; not to choices that are resumed from
+        a token on.
         """
 
     def __init__(
@@ -561,12 +618,15 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        num_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "choice_index", b"choice_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
@@ -768,19 +828,23 @@ class SessionHello(_message.Message):
 
     SCHEMA_REVISION_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    WANTS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of this schema that the gateway speaks."""
     client_id: _builtins.str
     """For logs."""
+    wants_token_ids: _builtins.bool
+    """The gateway goes on with its requests elsewhere if this session is lost: it is told all ids."""
     def __init__(
         self,
         *,
         schema_revision: _builtins.int = ...,
         client_id: _builtins.str = ...,
+        wants_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "schema_revision", b"schema_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "schema_revision", b"schema_revision", "wants_token_ids", b"wants_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -941,7 +1005,9 @@ class SessionAccepted(_message.Message):
     """Which request."""
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """As for a direct client, but with prompts only if options.return_token_ids."""
+        """As for a direct client, but with prompts only if options.return_token_ids asks for them, or the hello wants ids and
+        they came as text.
+        """
 
     def __init__(
         self,
@@ -969,6 +1035,7 @@ class TextOutputs(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     EXTRAS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Request of each row."""
@@ -993,6 +1060,10 @@ class TextOutputs(_message.Message):
     def extras(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextOutputExtra]:
         """What few rows carry."""
 
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of all rows, one after the other, if the hello wants them."""
+
     def __init__(
         self,
         *,
@@ -1002,10 +1073,11 @@ class TextOutputs(_message.Message):
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         extras: _abc.Iterable[Global___TextOutputExtra] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_indexes", b"choice_indexes", "extras", b"extras", "first_token_indexes", b"first_token_indexes", "handles", b"handles", "num_tokens", b"num_tokens", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_indexes", b"choice_indexes", "extras", b"extras", "first_token_indexes", b"first_token_indexes", "handles", b"handles", "num_tokens", b"num_tokens", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,7 +1085,7 @@ Global___TextOutputs: _TypeAlias = TextOutputs  # noqa: Y015
 
 @_typing.final
 class TextOutputExtra(_message.Message):
-    """Ids and logprobs of a row, for requests that asked."""
+    """Ids and logprobs of a row, for requests that asked, and what the first row of a choice tells."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -7,6 +7,12 @@ Direct clients call Chat and Complete, one call per request. Gateways hold one S
 all their requests. Both deliver the same events. Errors before acceptance are gRPC statuses (in a Session: Failed
 before Accepted); afterwards there is exactly one terminal event per request: Completed or Failed.
 
+Resuming. When a call is lost (UNAVAILABLE), its client sends it again through any tokenizer: with the request id,
+prompts, sampling and stop that Accepted told, the ids that each choice's deltas brought as resume_token_ids, and the
+choices that had ended as finished_choices. Deltas then go on behind those ids. The text of a delta that has tokens is
+a function of the ids up to its end, so nothing is told twice; only the text of a delta of 0 tokens that no
+ChoiceFinished followed is told again, and has to be dropped.
+
 Credentials of direct clients: metadata `authorization: Bearer KEY`.
 """
 
