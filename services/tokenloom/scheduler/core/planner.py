@@ -3,7 +3,8 @@
 Running requests that lack one token (decodes) come first. Then prompts, running and waiting ones alike, in the order of
 service: class, tenant's counter, deadline, arrival (waiting_queue.py). A prompt that lacks more than half of what is
 left of the budget gets that half, so that there is room for those behind it; what nobody used goes to the prompts that
-were cut. Who finds no block, row or share makes others give way (preemption.py).
+were cut. A prompt alone that needs several steps gets half of the budget in each: whoever comes next waits for the
+plans in flight, which are half as long then. Who finds no block, row or share makes others give way (preemption.py).
 """
 
 from __future__ import annotations
@@ -193,15 +194,16 @@ class Planner:
         self._plan_prompt_row(draft, request, num_new, found + new_block_ids, is_new=True)
 
     def _chunk(self, draft: _Draft, request: Request, has_others: bool) -> int:
-        """Tokens of a prompt for this step: what it lacks, but no more than half of what is left if others want it."""
+        """Tokens of a prompt for this step: what it lacks; half of what is left if others want it or it lacks more."""
         left, lacking = self._budget_left(draft.plan), request.num_lacking_tokens
-        if has_others and lacking > (half := max(left // 2, min(left, self._state.config.block_size))):
-            return half
+        is_long_and_alone = not draft.chunks and lacking > left
+        if has_others or is_long_and_alone:
+            left = max(left // 2, min(left, self._state.config.block_size))
         return min(lacking, left)
 
     def _give_the_rest(self, draft: _Draft) -> None:
-        """Nobody else wants the budget: prompts that were cut get it, as far as blocks are free."""
-        for row in draft.cut:
+        """Prompts that were cut get what nobody else wants, as far as blocks are free, unless one is alone."""
+        for row in draft.cut if len(draft.chunks) > 1 else ():
             request, left = row.request, self._budget_left(draft.plan)
             more = min(left, request.num_lacking_tokens)
             if more <= 0 or row.request.row_id != row.row_id:

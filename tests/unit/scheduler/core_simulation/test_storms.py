@@ -103,7 +103,7 @@ def test_oldest_request_of_a_tenant_is_sent_away_a_few_times_at_most() -> None:
 def test_prompt_that_is_computed_again_is_not_charged_again() -> None:
     simulation = Simulation(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, ageing_s=0.0), depth=1)
     low = simulation.submit("low", 400, 4, tenant="low", priority_class=2)
-    simulation.run(4)
+    simulation.run(8)
     urgent = simulation.submit("urgent", 8, 4, tenant="urgent")
     simulation.step()
     assert low.request.num_preemptions == 1
