@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
+from tests.openai_streams import events_of, joined
 from tests.service.gateway_stack import GatewayStack, running_gateway
 from tokenloom.common.errors import Unavailable
 
@@ -44,36 +44,6 @@ def stack(tmp_path: Path) -> Iterator[GatewayStack]:
         yield running
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    """The JSON events of a stream."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [orjson.loads(line) for line in lines if line != "[DONE]"]
-
-
-def joined(text: str) -> dict[str, Any]:
-    """A stream's choices, whatever pieces they came in, its usage, its error and how it ended."""
-    choices: dict[int, dict[str, Any]] = {}
-    found: dict[str, Any] = {"choices": choices, "usage": None, "error": None, "is_done": text.endswith("[DONE]\n\n")}
-    for event in events_of(text):
-        found["usage"] = event.get("usage") or found["usage"]
-        found["error"] = event.get("error") or found["error"]
-        for choice in event.get("choices", ()):
-            into = choices.setdefault(
-                choice["index"], {"roles": 0, "text": "", "logprobs": [], "token_ids": [], "prompts": [], "ends": []}
-            )
-            delta = choice.get("delta", {})
-            into["roles"] += "role" in delta
-            into["text"] += delta.get("content") or choice.get("text") or ""
-            into["token_ids"] += choice.get("token_ids") or []
-            into["prompts"] += choice.get("prompt_token_ids") or event.get("prompt_token_ids") or []
-            into["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
-            logprobs = choice["logprobs"] or {}
-            into["logprobs"] += logprobs.get("content") or list(
-                zip(logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True)
-            )
-    return found
-
-
 def post(stack: GatewayStack, path: str, body: dict[str, Any]) -> httpx.Response:
     return stack.http.post(path, json=body, timeout=20)
 
@@ -100,7 +70,9 @@ def test_a_stream_cut_at_any_frame_is_the_undisturbed_one(stack: GatewayStack, p
     body = {**body, "stream": True}
     undisturbed = joined(post(stack, path, body).text)
     assert undisturbed["is_done"]
-    assert [choice["ends"] for choice in undisturbed["choices"].values()] == [["length"]] * len(undisturbed["choices"])
+    assert [choice["ends"] for choice in undisturbed["choices"].values()] == [[("length", None)]] * len(
+        undisturbed["choices"]
+    )
     for num_frames in range(15):
         stack.tokenizer.drops = [num_frames]
         stack.do(stack.tokenizer.drop_sessions)  # the next session has so many frames
@@ -174,7 +146,7 @@ def test_what_an_end_sets_free_is_told_once_whether_or_not_the_end_was_lost(
     [choice] = joined(answers[0].text)["choices"].values()
     assert choice["text"].endswith(" tail")
     assert choice["text"].count("tail") == 1
-    assert choice["ends"] == ["length"]
+    assert choice["ends"] == [("length", None)]
     assert len(stack.tokenizer.starts) == 1 + holds_ends
 
 
