@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -212,6 +213,7 @@ class Gateway:
         self.frames: list[inference_pb2.SessionResponse] = []
         self.texts: dict[tuple[int, int], str] = {}
         self.extras: dict[int, list[inference_pb2.Delta]] = {}
+        self.token_ids: dict[tuple[int, int], list[int]] = {}
         self.accepted: dict[int, inference_pb2.Accepted] = {}
         self.finished: list[tuple[int, int]] = []
         self.completed: dict[int, inference_pb2.Usage] = {}
@@ -219,8 +221,8 @@ class Gateway:
         self.is_draining = False
         self.reader: asyncio.Task[None] | None = None
 
-    async def open(self, revision: int = 1) -> inference_pb2.SessionWelcome:
-        hello = inference_pb2.SessionHello(schema_revision=revision, client_id="test")
+    async def open(self, revision: int = 1, wants_ids: bool = False) -> inference_pb2.SessionWelcome:
+        hello = inference_pb2.SessionHello(schema_revision=revision, client_id="test", wants_token_ids=wants_ids)
         await self.call.write(inference_pb2.SessionRequest(hello=hello))
         welcome: inference_pb2.SessionResponse = await self.call.read()
         return welcome.welcome
@@ -239,9 +241,12 @@ class Gateway:
             self.accepted[accepted.handle] = accepted.accepted
         rows = frame.outputs
         columns = (rows.handles, rows.choice_indexes, rows.first_token_indexes, rows.num_tokens, rows.texts)
-        for handle, choice, _, _, text in zip(*columns, strict=True):
+        ids = iter(rows.token_ids)
+        for handle, choice, _, num_tokens, text in zip(*columns, strict=True):
             assert handle in self.accepted
             self.texts[handle, choice] = self.texts.get((handle, choice), "") + text
+            self.token_ids.setdefault((handle, choice), []).extend(itertools.islice(ids, num_tokens))
+        assert next(ids, None) is None
         for extra in rows.extras:
             assert extra.delta.text == ""
             self.extras.setdefault(extra.handle, []).append(extra.delta)

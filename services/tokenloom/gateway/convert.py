@@ -93,6 +93,7 @@ def resumed(start: Start, progress: Progress) -> Start:
     choices = [progress.choice(index) for index in range(num_choices)]
     if start.HasField("chat"):
         again.chat.tools_json.extend(start.chat.tools_json)
+        again.chat.template_kwargs_json = start.chat.template_kwargs_json
         again.chat.prompt_token_ids.CopyFrom(accepted.prompts[0] if accepted.prompts else start.chat.prompt_token_ids)
     else:
         again.complete.echo = start.complete.echo

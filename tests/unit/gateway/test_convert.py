@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 from tokenloom.api.v1 import common_pb2, inference_pb2
-from tokenloom.common.errors import NotFound, to_proto
-from tokenloom.gateway.convert import CallContext, chat_start, completion_start, deliver
+from tokenloom.common.errors import NotFound, Unavailable, to_proto
+from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start, deliver, resumed
 from tokenloom.gateway.generation import Finish, Generation, Update
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody
+from tokenloom.gateway.progress import Progress
 
 CONTEXT = CallContext("chatcmpl-1", 99, b"digest", common_pb2.TraceContext(traceparent="00-a-b-01"))
 USER = {"role": "user", "content": "hi"}
@@ -207,3 +208,73 @@ def test_a_row_and_its_small_details_come_in_one_turn() -> None:
     assert len(taken) > 1
     assert all(len(update.choices[0].text) == len(update.choices[0].logprobs) for update in taken)
     assert sum(len(update.choices[0].text) for update in taken) == 400
+
+
+def progress_of(*choices: list[int], prompts: tuple[list[int], ...] = ()) -> Progress:
+    """A request that was accepted with `prompts`, and the ids of its choices."""
+    accepted = inference_pb2.Accepted(
+        prompts=[inference_pb2.TokenIds(ids=ids) for ids in prompts],
+        sampling=common_pb2.SamplingParams(temperature=0.5, seed=99),
+        stop=common_pb2.StopConditions(max_tokens=77),
+    )
+    progress = Progress(accepted.SerializeToString())
+    for index, ids in enumerate(choices):
+        if ids:
+            progress.choice(index).take_tokens(len(ids), ids)
+    return progress
+
+
+def completion(**fields: Any) -> Start:
+    return completion_start(CompletionBody.model_validate(fields), CONTEXT)
+
+
+def test_a_request_that_was_not_accepted_is_sent_again_as_it_was() -> None:
+    start = chat()
+    assert resumed(start, Progress()) is start
+
+
+def test_a_conversation_goes_on_with_ids_instead_of_messages_and_as_it_was_accepted() -> None:
+    start = chat(n=3, stop=["END"], top_p=0.9, priority=2, cache_salt="s")
+    progress = progress_of([5, 6], [], [7], prompts=([1, 2, 3],))
+    progress.choice(2).take_finish()
+    progress.choice(0).num_cached_tokens = 0
+    for again in (resumed(start, progress), resumed(resumed(start, progress), progress)):
+        assert (again.key_digest, again.trace) == (start.key_digest, start.trace)
+        assert not again.chat.messages
+        assert again.chat.prompt_token_ids.ids == [1, 2, 3]
+        options = again.chat.options
+        assert [list(choice.ids) for choice in options.resume_token_ids] == [[5, 6], [], [7]]
+        assert list(options.finished_choices) == [2]
+        assert dict(options.num_cached_tokens) == {0: 0}
+        assert (options.sampling.temperature, options.sampling.seed, options.stop.max_tokens) == (0.5, 99, 77)
+        assert (list(options.stop_strings), options.priority_class, options.cache_salt) == (["END"], 2, "s")
+        assert options.num_choices == 3
+
+
+def test_prompts_go_on_as_ids_unless_their_text_is_still_to_be_echoed() -> None:
+    prompts = {"prompt": ["a b", "c"]}
+    told = ([1, 2], [3])
+    assert [p.token_ids.ids for p in resumed(completion(**prompts), progress_of(prompts=told)).complete.prompts] == [
+        [1, 2],
+        [3],
+    ]
+    start, progress = completion(**prompts, echo=True), progress_of([5], prompts=told)
+    progress.choice(0).take_text_of_no_token("a b")
+    assert [prompt.text for prompt in resumed(start, progress).complete.prompts] == ["a b", "c"]
+    start, progress = completion(**prompts, echo=True), progress_of(prompts=told)
+    for index in (0, 1):
+        progress.choice(index).take_text_of_no_token("echo")
+    again = resumed(start, progress).complete
+    assert [list(prompt.token_ids.ids) for prompt in again.prompts] == [[1, 2], [3]]
+    assert again.echo
+    given = completion(prompt=[[8, 9]])
+    assert resumed(given, progress_of([5])).complete.prompts[0].token_ids.ids == [8, 9]
+
+
+def test_a_tokenizer_that_stops_gives_requests_back_instead_of_ending_them() -> None:
+    frame = inference_pb2.SessionResponse()
+    frame.failed.add(handle=1, error=to_proto(Unavailable("it stops", reason="DRAINING")))
+    frame.failed.add(handle=2, error=to_proto(Unavailable("no engine", reason="ENGINE_UNAVAILABLE")))
+    generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
+    assert asyncio.run(deliver(frame, generations.get)) == ([2], [1])
+    assert [generation.is_over for generation in generations.values()] == [False, True]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tokenloom.api.v1 import inference_pb2
-from tokenloom.common.errors import Cancelled, TokenloomError
+from tokenloom.common.errors import Cancelled, TokenloomError, Unavailable
 from tokenloom.gateway import tokenizer_pool
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.tokenizer_client import Call
@@ -30,6 +30,9 @@ class NotingClient:
     def submit(self, call: Call) -> None:
         call.num_attempts += 1
         self.calls.append(call)
+
+    async def stop(self) -> None:
+        self.lose(comes_back=False)
 
     def lose(self, *, is_overfull: bool = False, comes_back: bool = True) -> None:
         """End the session, and open the next one unless told otherwise."""
@@ -123,5 +126,71 @@ def test_a_request_given_up_while_it_waits_is_never_sent_again(clients: list[Not
         clients[0].is_up = True
         clients[0].on_up()
         assert clients[0].calls == []
+
+    asyncio.run(story())
+
+
+def test_a_request_that_goes_on_has_all_its_attempts_again_and_one_that_does_not_ends(
+    clients: list[NotingClient],
+) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        stuck, moving = submit(pool, "stuck"), submit(pool, "moving")
+        for number in range(tokenizer_pool.MAX_ATTEMPTS):
+            assert not stuck.is_over
+            moving.add_text(0, "x", number, 1, [7])
+            clients[0].lose()
+        assert (await error_of(stuck)).reason == "SESSION_LOST"
+        assert [call.generation for call in clients[0].calls] == [moving]
+
+    asyncio.run(story())
+
+
+def test_new_requests_wait_while_the_last_tokenizer_may_come_back_and_are_refused_afterwards(
+    clients: list[NotingClient],
+) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10, takeover_limit_s=0.2)
+        clients[0].lose(comes_back=False)
+        early = submit(pool, "early")
+        clients[0].is_up, clients[0].is_serving = True, False  # its session is open, its engine not there yet
+        clients[0].on_up()
+        assert clients[0].calls == []
+        clients[0].is_serving = True
+        clients[0].on_up()
+        assert [call.generation for call in clients[0].calls] == [early]
+        clients[0].lose(comes_back=False)
+        late = submit(pool, "late")
+        await asyncio.sleep(0.3)
+        assert (await error_of(late)).reason == "NO_TOKENIZER"
+        with pytest.raises(Unavailable):
+            submit(pool, "later")
+
+    asyncio.run(story())
+
+
+def test_a_pool_that_stops_sends_nothing_again(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10)
+        generation = submit(pool, "r")
+        pool.close()
+        clients[0].lose()
+        assert len(clients[0].calls) == 1, "a drain lets what runs go on"
+        await pool.stop()
+        assert generation.is_over
+        assert clients[0].calls == []
+
+    asyncio.run(story())
+
+
+def test_many_requests_are_sent_again_over_several_turns_of_the_loop(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 100)
+        generations = [submit(pool, str(number)) for number in range(50)]
+        clients[0].lose()
+        assert 0 < len(clients[0].calls) < 50
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [call.generation for call in clients[0].calls] == generations
 
     asyncio.run(story())
