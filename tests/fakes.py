@@ -359,6 +359,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     Attributes:
         submits: every Submit that came, in order; cancelled and finished: request ids, the latter with tokens kept.
+        attached: handles and request ids of what was attached; nothing is told of it.
         tenants: every definition of a tenant that came, each with the number of submits that came before it.
         hellos: of every session that was opened; num_messages: what came after them.
         frames: every frame that was sent.
@@ -402,6 +403,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         self.hellos: list[engine_pb2.Hello] = []
         self.num_messages = 0
         self.cancelled: list[str] = []
+        self.attached: dict[int, str] = {}
         self.finished: list[tuple[str, int]] = []
         self.frames: list[engine_pb2.EngineServiceSessionResponse] = []
         self.tokens_per_step = 1
@@ -514,12 +516,15 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
                     session.news.put_nowait(engine_pb2.EngineServiceSessionResponse(rejected=[rejected]))
                 else:
                     session.choices[submit.handle] = _FakeChoiceState(submit, list(submit.resume_token_ids))
+            self.attached |= {attach.handle: attach.request_id for attach in message.attaches}
             for finish in message.finishes:
                 if (choice := session.choices.pop(finish.handle, None)) is not None:
                     self.finished.append((choice.submit.request_id, finish.num_tokens_kept))
             for cancel in message.cancels:
                 if (choice := session.choices.pop(cancel.handle, None)) is not None:
                     self.cancelled.append(choice.submit.request_id)
+                elif cancel.handle in self.attached:
+                    self.cancelled.append(self.attached[cancel.handle])
         session.news.put_nowait(None)
 
     async def _step_on(self) -> None:

@@ -157,3 +157,39 @@ def test_text_that_only_an_end_sets_free_is_told_as_that_of_no_token_also_to_who
                 assert all(delta.num_tokens for delta in deltas)
 
     run(scenario())
+
+
+def test_a_client_that_leaves_before_its_request_reached_the_engine_again_ends_what_that_still_has(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, engine={"max_model_len": 20_000}) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            had = id_lists(*[(stack.story * 1000)[:18_000]] * 2)  # takes a while to be read
+            request = complete_request(PROMPT, num_choices=2, max_tokens=19_000, resume_token_ids=had, request_id="r")
+            await gateway.start(request, age_ms=1)
+            await until(lambda: stack.stage._generation.num_active)
+            await gateway.cancel(1)
+            await until(lambda: sorted(stack.engine.cancelled) == ["r:0", "r:1"])
+            assert not stack.engine.submits
+            assert set(stack.engine.attached.values()) == {"r:0", "r:1"}
+
+    run(scenario())
+
+
+def test_a_gateway_that_is_lost_ends_nothing_that_another_tokenizer_may_go_on_with(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path, engine={"max_model_len": 20_000}) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            had = id_lists((stack.story * 1000)[:18_000])
+            await gateway.start(complete_request(PROMPT, max_tokens=19_000, resume_token_ids=had), age_ms=1)
+            await until(lambda: stack.stage._generation.num_active)
+            gateway.call.cancel()
+            await until(lambda: not stack.stage._generation.num_active)
+            assert not stack.engine.attached
+            assert not stack.engine.cancelled
+
+    run(scenario())

@@ -194,6 +194,23 @@ def test_a_session_ends_well_after_its_gateway_has_said_all(tmp_path: Path) -> N
     run(scenario())
 
 
+def test_a_request_that_is_begun_and_cancelled_in_one_message_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            start = inference_pb2.SessionStart(handle=1, complete=complete_request([5] * 4))
+            await gateway.call.write(inference_pb2.SessionRequest(starts=[start], cancelled_handles=[1]))
+            await gateway.call.done_writing()
+            assert gateway.reader is not None
+            await gateway.reader
+            assert not gateway.accepted
+            assert await gateway.call.code() == grpc.StatusCode.OK
+
+    run(scenario())
+
+
 async def end_of(reading: Awaitable[None]) -> TokenloomError:
     """The error with which a stream ends."""
     try:

@@ -37,6 +37,9 @@ MAX_ATTEMPTS = 6
 MAX_ATTEMPTS_OVERFULL = 2
 LARGE_START_BYTES = 1 << 20
 _SENT_AT_ONCE = 16
+# So long does an engine keep what a lost tokenizer ran (its default).
+_ENGINE_KEEPS_S = 10.0
+_CANCEL_AFTER_S = 0.05
 # The tokenizer is the first to end a request whose time is up; this is for one that does not answer.
 _DEADLINE_SLACK_S = 2.0
 
@@ -70,6 +73,7 @@ class TokenizerPool:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._takeover_limit_s = takeover_limit_s
         self._waiting: dict[str, Call] = {}
+        self._left: list[tuple[float, Call]] = []
         self._is_sending = False
         self._lost_at_s: float | None = None
         self._is_closed = False
@@ -210,6 +214,8 @@ class TokenizerPool:
             call = self._waiting.pop(request_id)
             call.end_wait()
             self._send_again(call, client)
+        if self._left and (client := self._find(only_healthy=True)) is not None:
+            self._cancel_left(client)
         if self._waiting:
             self._is_sending = True
             asyncio.get_running_loop().call_soon(self._send_some)
@@ -226,7 +232,17 @@ class TokenizerPool:
 
     def _forget(self, call: Call) -> None:
         call.end_wait()
-        self._waiting.pop(call.generation.request_id, None)
+        if self._waiting.pop(call.generation.request_id, None) is not None and call.is_sent:
+            self._left.append((asyncio.get_running_loop().time(), call))
+
+    def _cancel_left(self, client: TokenizerClient) -> None:
+        """Send what was given up while nobody could be told, only to cancel it: the engine may still run it."""
+        loop = asyncio.get_running_loop()
+        left, self._left = self._left, []
+        for left_s, call in left:
+            if loop.time() - left_s < _ENGINE_KEEPS_S:
+                client.submit(call)
+                loop.call_later(_CANCEL_AFTER_S, call.generation.on_abandoned)
 
     def _give_up(self, call: Call, error: TokenloomError) -> None:
         if self._waiting.pop(call.generation.request_id, None) is not None:

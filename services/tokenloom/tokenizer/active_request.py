@@ -29,7 +29,7 @@ from tokenloom.tokenizer.metrics import PROMPT_TOKENS
 from tokenloom.tokenizer.stop_strings import StopStrings
 from tokenloom.tokenizer.validation import check_resumed_ids
 
-_RESUMED_IDS_AT_ONCE = 128
+_RESUMED_IDS_AT_ONCE = 64
 _SEED_DOMAIN = b"tokenloom/choice-seed"
 
 
@@ -69,9 +69,8 @@ class ActiveRequest:
 
     @property
     def scoped_id(self) -> str:
-        """The request id as the engine knows it; tenants cannot meet each other's."""
-        tenant = self.request.caller.tenant
-        return f"{tenant}/{self.request_id}" if tenant else self.request_id
+        """The request id as the engine knows it."""
+        return self.request.scoped_id(self.request_id)
 
     @property
     def num_choices(self) -> int:

@@ -149,6 +149,10 @@ class GenerationRequest:
         """`chat` or `complete`, for spans, metrics and logs."""
         return "chat" if isinstance(self.input, ChatInput) else "complete"
 
+    def scoped_id(self, request_id: str) -> str:
+        """A request id as the engine knows it; tenants cannot meet each other's."""
+        return f"{self.caller.tenant}/{request_id}" if self.caller.tenant else request_id
+
     @property
     def num_choices(self) -> int:
         """Choices of all prompts."""

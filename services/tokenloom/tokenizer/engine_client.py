@@ -150,10 +150,7 @@ class EngineClient:
             raise Unavailable("the engine is about to stop", reason="DRAINING", retry_after_s=_RETRY_AFTER_S)
         if self._outbox.num_submitted_ids > self._max_queued_ids:
             raise ResourceExhausted("too many requests wait for the engine", retry_after_s=_RETRY_AFTER_S)
-        while self._next_handle in self._living:
-            self._next_handle = self._next_handle % _MAX_HANDLE + 1
-        handle = self._next_handle
-        self._next_handle = handle % _MAX_HANDLE + 1
+        handle = self._new_handle()
         entry = self._living[handle] = InFlight(listener)
         if self._is_up:
             self._outbox.add_submit(handle, entry)
@@ -171,10 +168,25 @@ class EngineClient:
             self._outbox.cancels[handle] = why
             self._outbox.filled.set()
 
+    def abandon(self, request_id: str, why: str) -> None:
+        """End a choice that a lost session may have left behind in the engine; nothing is heard of it."""
+        if self._is_up:
+            handle = self._new_handle()
+            self._outbox.attaches[handle] = (request_id, _MAX_HANDLE)  # none of its tokens
+            self._outbox.cancels[handle] = why
+            self._outbox.filled.set()
+
     def forget(self, handle: int) -> None:
         """Hear nothing more of a choice and tell the engine nothing: a later submission took it over."""
         self._living.pop(handle, None)
         self._outbox.drop_submit(handle)
+
+    def _new_handle(self) -> int:
+        while self._next_handle in self._living:
+            self._next_handle = self._next_handle % _MAX_HANDLE + 1
+        handle = self._next_handle
+        self._next_handle = handle % _MAX_HANDLE + 1
+        return handle
 
     def _leave(self, handle: int) -> bool:
         """Take a choice out of flight; True if the engine must be told of its end, under this handle.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 from tokenloom.api.v1 import inference_pb2
 from tokenloom.common.errors import Internal, InvalidArgument, TokenloomError
@@ -52,6 +53,7 @@ class GatewaySession:
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._last_handle = 0
         self._wants_ids = False
+        self._left: set[int] = set()
         self._must_tell_draining = False
 
     async def run(
@@ -131,27 +133,36 @@ class GatewaySession:
             self._last_handle = start.handle
             task = asyncio.get_running_loop().create_task(self._serve(start))
             self._requests[start.handle] = task
+            task.add_done_callback(partial(self._forget, start.handle))
         for handle in message.cancelled_handles:
             if handle in self._requests:
+                self._left.add(handle)
                 self._outbox.close(handle)
                 self._cancel(handle)
 
     async def _serve(self, start: inference_pb2.SessionStart) -> None:
         """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
-        handle = start.handle
+        handle, request = start.handle, None
         try:
             caller = self._authenticator.caller_of(start.key_digest, Scope.INFERENCE)
             request = session_start(start, caller, self._wants_ids)
             await self._generation.run(request, RequestSink(self._outbox, handle))
+        except asyncio.CancelledError:
+            if handle in self._left and request is not None and request.age_s is not None:
+                self._generation.abandon(request)  # it may not have come so far as to take over what the engine has
+            raise
         except TokenloomError as error:
             self._outbox.put(handle, Failed(error))
         except Exception:
             log.exception("unexpected error in a request")
             self._outbox.put(handle, Failed(Internal("internal error; the server's log has the details")))
-        finally:
-            del self._requests[handle]
-            self._outbox.forget(handle)
-            self._outbox.wake()
+
+    def _forget(self, handle: int, _: object) -> None:
+        """A request's task is done, or was cancelled before it began."""
+        del self._requests[handle]
+        self._left.discard(handle)
+        self._outbox.forget(handle)
+        self._outbox.wake()
 
 
 def parts_of(batch: Batch) -> Iterator[Batch]:

@@ -102,6 +102,11 @@ class GenerationService:
             except TimeoutError:
                 raise DeadlineExceeded(TIME_IS_UP) from None
 
+    def abandon(self, request: GenerationRequest) -> None:
+        """End what the engine may have of a request that was sent again and whose client has left meanwhile."""
+        for index in range(request.num_choices):
+            self._engine.abandon(f"{request.scoped_id(request.options.request_id)}:{index}", "client_disconnected")
+
     async def prompts_of(self, request: GenerationRequest, engine: EngineInfo) -> tuple[Sequence[int], ...]:
         """The ids of a request's prompts.
 

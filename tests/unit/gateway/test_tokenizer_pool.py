@@ -25,10 +25,13 @@ class NotingClient:
         self.is_up, self.is_serving, self.is_draining = True, True, False
         self.num_in_flight = 0
         self.calls: list[Call] = []
+        self.cancelled: list[str] = []
         self.on_lost, self.on_up = on_lost, on_up
 
     def submit(self, call: Call) -> None:
+        call.is_sent = True
         call.num_attempts += 1
+        call.generation.on_abandoned = lambda: self.cancelled.append(call.generation.request_id)
         self.calls.append(call)
 
     async def stop(self) -> None:
@@ -115,14 +118,34 @@ def test_a_second_loss_has_a_wait_of_its_own(clients: list[NotingClient]) -> Non
     asyncio.run(story())
 
 
-def test_a_request_given_up_while_it_waits_is_never_sent_again(clients: list[NotingClient]) -> None:
+def test_a_request_given_up_while_it_waits_is_sent_again_only_to_be_cancelled(clients: list[NotingClient]) -> None:
     async def story() -> None:
         pool = TokenizerPool(["a"], "", "", 10)
         generation = submit(pool, "r")
         [call] = clients[0].calls
         clients[0].lose(comes_back=False)
-        generation.abandon(Cancelled("gone"))
+        new = submit(pool, "new")
+        for left in (generation, new):
+            left.abandon(Cancelled("gone"))
         assert call.give_up is None
+        clients[0].is_up = True
+        clients[0].on_up()
+        assert clients[0].calls == [call]
+        await asyncio.sleep(2 * tokenizer_pool._CANCEL_AFTER_S)
+        assert clients[0].cancelled == ["r"]
+
+    asyncio.run(story())
+
+
+def test_what_the_engine_has_given_up_itself_is_not_sent_to_be_cancelled(
+    clients: list[NotingClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(tokenizer_pool, "_ENGINE_KEEPS_S", 0.0)
+        pool = TokenizerPool(["a"], "", "", 10)
+        generation = submit(pool, "r")
+        clients[0].lose(comes_back=False)
+        generation.abandon(Cancelled("gone"))
         clients[0].is_up = True
         clients[0].on_up()
         assert clients[0].calls == []
