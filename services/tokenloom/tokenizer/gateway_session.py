@@ -19,13 +19,14 @@ from tokenloom.common.keys_file import Scope
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.convert import EventConverter, session_start
-from tokenloom.tokenizer.events import MAX_LOGPROBS_PER_EVENT, Delta, Failed
+from tokenloom.tokenizer.events import MAX_LOGPROBS_PER_EVENT, Accepted, Delta, Event, Failed
 from tokenloom.tokenizer.generation import GenerationService
 from tokenloom.tokenizer.outbox import Batch, Outbox, RequestSink, size_of
 
 log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
 _MAX_FRAME_BYTES = 4 << 20
+_IDS_PER_LOGPROB = 64
 
 
 class GatewaySession:
@@ -168,15 +169,22 @@ class GatewaySession:
 def parts_of(batch: Batch) -> Iterator[Batch]:
     """Cut what waited so long that one message would be too large, or hold the event loop up while it is made."""
     part: Batch = []
-    num_bytes = num_logprobs = 0
+    num_bytes = num_entries = 0
     for item in batch:
-        size, entries = size_of(item[1]), item[1].num_logprobs if isinstance(item[1], Delta) else 0
-        is_over = num_bytes + size > _MAX_FRAME_BYTES or num_logprobs + entries > MAX_LOGPROBS_PER_EVENT
+        size, entries = size_of(item[1]), _entries_of(item[1])
+        is_over = num_bytes + size > _MAX_FRAME_BYTES or num_entries + entries > MAX_LOGPROBS_PER_EVENT
         if part and is_over:
             yield part
-            part, num_bytes, num_logprobs = [], 0, 0
+            part, num_bytes, num_entries = [], 0, 0
         part.append(item)
         num_bytes += size
-        num_logprobs += entries
+        num_entries += entries
     if part:
         yield part
+
+
+def _entries_of(event: Event) -> int:
+    """How long an event takes to be turned into protobuf, in logprobs."""
+    if isinstance(event, Delta):
+        return event.num_logprobs
+    return sum(map(len, event.prompts)) // _IDS_PER_LOGPROB if isinstance(event, Accepted) else 0

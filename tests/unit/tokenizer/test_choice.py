@@ -316,3 +316,25 @@ def test_ids_of_a_resumed_choice_may_come_in_several_runs(tiny: TokenizerAssets)
     for choice, owner in ((whole, whole_owner), (parts, parts_owner)):
         feed(choice, owner, ids, at=9)
     assert parts_owner.deltas == whole_owner.deltas
+
+
+def test_what_the_end_sets_free_is_text_of_no_token_and_the_same_to_whoever_has_all_tokens(
+    tiny: TokenizerAssets,
+) -> None:
+    ids = encode(tiny, "one two 🌍")[:-1]  # ends in the middle of the character
+    for known in range(len(ids) + 1):
+        choice, owner = make_choice(tiny, stop_strings=("two never",), resume=ids[:known])
+        feed(choice, owner, ids, at=known)
+        *told, tail = owner.deltas
+        assert (tail.text, tail.num_tokens, tail.first_token_index) == ("two \ufffd", 0, len(ids))
+        assert sum(delta.num_tokens for delta in told) == len(ids) - known
+        assert [i for delta in told for i in delta.token_ids] == ids[known:]
+
+
+def test_a_choice_with_tokens_had_its_prompts_logprobs(tiny: TokenizerAssets) -> None:
+    sampling = SamplingParams(num_prompt_logprobs=0)
+    assert make_choice(tiny, sampling=sampling)[0].needs_prompt_logprobs
+    choice, owner = make_choice(tiny, sampling=sampling, resume=[10])
+    assert not choice.needs_prompt_logprobs
+    choice.on_prompt_logprobs(1, [PositionLogprobs([6], [-1.0]), PositionLogprobs([7], [-1.0])])
+    assert owner.deltas == []

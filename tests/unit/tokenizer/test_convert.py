@@ -99,7 +99,23 @@ def test_consecutive_frames_merge_by_concatenation(tiny: TokenizerAssets) -> Non
     assert merged == converter.frame(batch)
     assert list(merged.outputs.texts) == ["a", "b"]
     assert [extra.handle for extra in merged.outputs.extras] == [2]
+    assert not merged.outputs.token_ids
     assert merged.failed[0].error.field == "n"
+
+
+def test_a_session_that_wants_ids_has_them_in_columns_and_the_cached_tokens_beside_them(tiny: TokenizerAssets) -> None:
+    converter = convert.EventConverter(TokenTexts(tiny.tokenizer))
+    first = Delta(0, "a", 0, 2, [5, 6], num_cached_tokens=16)
+    batch: Batch = [(1, first), (2, Delta(0, "tail", 4)), (2, Delta(1, "b", 3, 1, [7], is_ids_wanted=True))]
+    merged = converter.frame(batch[:1], wants_ids=True)
+    merged.MergeFrom(converter.frame(batch[1:], wants_ids=True))
+    assert merged == converter.frame(batch, wants_ids=True)
+    assert list(merged.outputs.token_ids) == [5, 6, 7]
+    assert list(merged.outputs.num_tokens) == [2, 0, 1]
+    one, two = merged.outputs.extras
+    assert (one.delta.num_cached_tokens, list(one.delta.token_ids), one.delta.text) == (16, [], "")
+    assert list(two.delta.token_ids) == [7]
+    assert not converter.frame(batch[:1]).outputs.extras, "nobody else needs it"
 
 
 def test_an_unknown_finish_is_an_error() -> None:

@@ -166,3 +166,11 @@ def test_parts_of_a_batch_stay_within_the_limits_of_a_message() -> None:
     for part in parts:
         assert sum(size_of(event) for _, event in part) <= 5 << 20
         assert sum(event.num_logprobs for _, event in part if isinstance(event, Delta)) <= MAX_LOGPROBS_PER_EVENT
+
+
+def test_long_prompts_that_are_told_do_not_hold_the_loop_up_together() -> None:
+    def accepted(num_ids: int) -> Accepted:
+        return Accepted("r", 0, "m", 0, (range(num_ids),), SamplingParams(), StopConditions())
+
+    batch: Batch = [*[(handle, accepted(30_000)) for handle in range(4)], *[(9, accepted(100))] * 4]
+    assert [len(part) for part in parts_of(batch)] == [1, 1, 1, 5]
