@@ -17,6 +17,7 @@ from tokenloom.replay.config import RecordSettings, ReplaySettings
 from tokenloom.replay.record import record
 from tokenloom.replay.replayer import Summary
 
+NUM_BLOCKS = 40
 SHARED = list(range(100, 117))
 
 

@@ -9,6 +9,7 @@ import grpc
 
 from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
 from tokenloom.common.channel import bearer_metadata, make_channel
+from tokenloom.common.connect import wait_until_connected
 from tokenloom.common.errors import DeadlineExceeded, Unavailable, from_rpc_error
 
 _END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -29,7 +30,8 @@ class ExecutorClient:
         self._call: Any = None
 
     async def capabilities(self) -> executor_pb2.GetCapabilitiesResponse:
-        """What it can do."""
+        """What it can do; the first call to be made."""
+        await wait_until_connected(self._channel, self._timeout_s)
         call = self._stub.GetCapabilities(
             executor_pb2.GetCapabilitiesRequest(), metadata=self._metadata, timeout=self._timeout_s
         )

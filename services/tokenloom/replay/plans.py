@@ -105,6 +105,8 @@ class PlanMaker:
             new = recorded.row
             new.ClearField("trace")
             row = ReplayRow(new, _num_ids(new), list(recorded.block_ids))
+            if recorded.num_computed_tokens >= row.num_tokens:
+                continue  # the results of plans in flight are missing
             self.rows[new.row_id] = row
             self._prepare(row, recorded.num_computed_tokens)
         self._close_plan()
@@ -168,9 +170,7 @@ class PlanMaker:
                 self.rows[row_id] = ReplayRow(new[row_id], _num_ids(new[row_id]))
             row = self.rows.get(row_id)
             if row is None or start + num_scheduled > row.num_tokens:
-                self.rows.pop(row_id, None)
-                self._skipped.add(row_id)
-                self._written.difference_update(block_ids)
+                self._skip(row_id, start, block_ids)
                 continue
             row.block_ids += block_ids
             parts.append(self._part(row, start, start + num_scheduled, block_ids, feeds_back and row.has_sampled))
@@ -182,13 +182,22 @@ class PlanMaker:
         begins, row.is_known = not row.is_known, True
         return _Part(row, start, end, begins, list(row.block_ids) if begins else new_block_ids, feeds_back)
 
+    def _skip(self, row_id: int, start: int, new_block_ids: Sequence[int]) -> None:
+        """Leave a row out; the blocks that it would have written do not hold what others may find there later."""
+        self._skipped.add(row_id)
+        self._written.difference_update(new_block_ids)
+        if (row := self.rows.pop(row_id, None)) is not None:
+            self._written.difference_update(row.block_ids[start // self._limits.block_size :])
+            if row.is_known:
+                self._ended.append(row_id)
+
     # --- preparation --------------------------------------------------------------------------------------------
 
     def _prepare_prefix(self, part: _Part) -> None:
         """Have the blocks written behind which a new row begins."""
         prefix = part.row.block_ids[: self._num_blocks(part.start)]
         if self._written.issuperset(prefix):
-            self._wait_for(prefix)
+            self._wait_for(reads=prefix)
             return
         row_id, self._next_preparation_row = self._next_preparation_row, self._next_preparation_row + 1
         new = executor_pb2.NewRow(
@@ -205,7 +214,7 @@ class PlanMaker:
         table = row.block_ids[: self._num_blocks(end)]
         num_written = next((i for i, block in enumerate(table) if block not in self._written), len(table))
         start = min(num_written * self._limits.block_size, end)
-        self._wait_for(table[:num_written])
+        self._wait_for(reads=table[:num_written], writes=table[num_written:])
         self.num_prepared_rows += start < end
         while start < end:
             budget = self._limits.max_num_batched_tokens - sum(part.end - part.start for part in self._open)
@@ -217,10 +226,17 @@ class PlanMaker:
             start = stop  # what is left goes into a later plan: this one is full
         self._written.update(table)
 
-    def _wait_for(self, block_ids: Sequence[int]) -> None:
-        """Close the plan that writes one of these blocks."""
-        if any(not self._blocks_of(part).isdisjoint(block_ids) for part in self._open):
-            self._close_plan()
+    def _wait_for(self, reads: Sequence[int], writes: Sequence[int] = ()) -> None:
+        """Close the open plan if it writes one of these blocks, or reads one that is going to be written.
+
+        A block can be written by two rows: when several rows computed the same tokens, each has blocks of its own, but
+        their tables go on with the same ones if only one of them was found by its name later.
+        """
+        touched = {*reads, *writes}
+        for part in self._open:
+            table = part.row.block_ids[: self._num_blocks(part.end)]
+            if not self._blocks_of(part).isdisjoint(touched) or not set(table).isdisjoint(writes):
+                return self._close_plan()
 
     def _close_plan(self) -> None:
         if self._open:

@@ -9,6 +9,7 @@ import grpc
 
 from tokenloom.api.v1 import engine_pb2, engine_pb2_grpc, recording_pb2
 from tokenloom.common.channel import bearer_metadata, make_channel
+from tokenloom.common.connect import wait_until_connected
 from tokenloom.common.errors import from_rpc_error
 
 
@@ -20,6 +21,7 @@ async def recorded_entries(address: str, token: str, timeout_s: float) -> AsyncI
     channel: Any = make_channel(address)
     stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
     try:
+        await wait_until_connected(channel, timeout_s)
         call = stub.GetRecording(engine_pb2.GetRecordingRequest(), metadata=bearer_metadata(token), timeout=timeout_s)
         async for part in call:
             for entry in part.entries:
