@@ -84,7 +84,8 @@ class CoreUnderLoad:
         self._now_s = 0.0
         config = SchedulerConfig(
             max_num_seqs=load.num_running + (1 if load.chunk_tokens else 0),
-            max_num_batched_tokens=load.num_running + load.chunk_tokens if load.chunk_tokens else 8192,
+            # A long prompt that is alone gets half of what the decoding rows leave.
+            max_num_batched_tokens=load.num_running + 2 * load.chunk_tokens if load.chunk_tokens else 8192,
             max_num_waiting=load.num_waiting + load.num_running + 8,
             max_model_len=1 << 17,
             block_size=BLOCK_SIZE,

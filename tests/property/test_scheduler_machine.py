@@ -148,7 +148,7 @@ class SchedulerMachine(SchedulerInvariants):
             assert room < 1 or self.is_reason(added, request, fits)
             return
         assert room >= 1
-        assert (added is None) == fits
+        assert (added is None) == fits or self.has_own_lower(request, waiting)
         self.ledger.join(request, is_resubmission=age_s is not None)
         self.expected[request.request_id] = Expected(request, task)
         if added is not None:
@@ -187,9 +187,13 @@ class SchedulerMachine(SchedulerInvariants):
         assert isinstance(displaced.error, RequestRefused)
         assert displaced.error.is_overload
         assert victim in waiting
-        assert victim.tenant != newcomer.tenant
         assert not victim.is_resubmission
         assert self.engine.told[victim.request_id] == list(self.expected[victim.request_id].task.resumed)
+        assert victim.current_class >= newcomer.current_class
+        assert self.has_place_now(), "it makes room"
+        if victim.tenant == newcomer.tenant:
+            assert victim.current_class > newcomer.current_class, "only who is less urgent gives way within a tenant"
+            return
         config = self.core.config
         names = {*(other.tenant for other in self.alive()), newcomer.tenant, victim.tenant}
         part = self.weight(victim.tenant) / sum(map(self.weight, names))
@@ -199,7 +203,12 @@ class SchedulerMachine(SchedulerInvariants):
         own = [other for other in waiting if other.tenant == newcomer.tenant]
         part = self.weight(newcomer.tenant) / sum(map(self.weight, names))
         assert len(own) + 1 <= max(1.0, part * config.max_num_waiting), "who has his share displaces nobody"
-        assert self.has_place_now(), "it makes room"
+
+    def has_own_lower(self, newcomer: Request, waiting: list[Request]) -> bool:
+        """A request of the same tenant waits that may give way to a more urgent one at the tenant's own limit."""
+        limit = self.policies.get(newcomer.tenant, TenantPolicy()).max_num_waiting
+        own = [other for other in waiting if other.tenant == newcomer.tenant]
+        return limit is not None and any(other.current_class > newcomer.current_class for other in own)
 
     def has_place_now(self) -> bool:
         config = self.core.config

@@ -32,7 +32,7 @@ T = TypeVar("T")
 MAX_KEYS = 4096  # each look-up compares them all: about 0.4 ms for so many
 _MAX_FILE_BYTES = 4 << 20
 _MAX_U32 = (1 << 32) - 1
-_MIN_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 # No slash: tenant and request id, tenant and cache salt are joined by one.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -161,7 +161,7 @@ def _tenants(entries: Any, path: str) -> dict[str, Tenant]:
         table = _Table(path, f"tenant {name}", entry)
         tenants[name] = Tenant(
             name,
-            weight=table.optional("weight", _read_weight, f"a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}", 1.0),
+            weight=table.optional("weight", _read_weight, f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}", 1.0),
             max_running=table.optional("max_running", _read_count, _COUNT_FORM, None),
             max_queued=table.optional("max_queued", _read_count, _COUNT_FORM, None),
             tokens_per_minute=table.optional("tokens_per_minute", _read_count, _COUNT_FORM, None),
@@ -234,7 +234,7 @@ def _read_count(value: Any) -> int:
 
 
 def _read_weight(value: Any) -> float:
-    if type(value) not in (int, float) or not _MIN_WEIGHT <= value <= _MAX_WEIGHT:
+    if type(value) not in (int, float) or not MIN_WEIGHT <= value <= MAX_WEIGHT:
         raise ValueError
     return float(value)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenloom.api.v1 import common_pb2, engine_pb2, executor_pb2
 from tokenloom.common.errors import InvalidArgument, TokenloomError, from_proto, to_proto
+from tokenloom.common.keys_file import MAX_WEIGHT, MIN_WEIGHT
 from tokenloom.common.schema import SCHEMA_REVISION
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.block_hash import HASH_SCHEME
@@ -126,9 +126,10 @@ def tenant_policy_of(proto: engine_pb2.TenantPolicy) -> TenantPolicy:
     """
     _check_tenant(proto.tenant)
     weight = proto.weight if proto.HasField("weight") else 1.0
-    if not 0 < weight < math.inf:
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # NaN is refused, too
         raise InvalidArgument(
-            f"the weight of tenant {proto.tenant!r} is {weight}; it must be finite and above 0", field="tenants.weight"
+            f"the weight of tenant {proto.tenant!r} is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+            field="tenants.weight",
         )
     limits: dict[str, int | None] = {}
     for name in ("max_num_running", "max_num_waiting", "max_tokens_per_minute"):

@@ -128,13 +128,13 @@ class Engine:
         """Take a new request, or take over a living one of the same id; a refusal goes into the outbox."""
         request = stream.request
         known = self.registry.streams.get(request.request_id)
-        if known is not None and known.request.prompt_token_ids == request.prompt_token_ids:
+        if known is not None and _is_same(known.request, request):
             self.registry.attach(session, stream.handle, request.request_id, len(request.output_token_ids))
             end_request_span(stream)
             return
         try:
             if known is not None:
-                raise FailedPrecondition("the request id is in use for another prompt", field="request_id")
+                raise FailedPrecondition("the request id is in use for another request", field="request_id")
             self._add(request, is_resubmission)
         except TokenloomError as error:
             metrics.REFUSED.labels(error.reason).inc()
@@ -330,3 +330,12 @@ class Engine:
     def _on_deadline(self) -> None:
         self._timer = self._timer_s = None
         self._pump()
+
+
+def _is_same(known: Request, again: Request) -> bool:
+    """A request that is submitted again is the living one: nobody takes over another's."""
+    return (known.tenant, known.cache_salt, known.prompt_token_ids) == (
+        again.tenant,
+        again.cache_salt,
+        again.prompt_token_ids,
+    )

@@ -162,6 +162,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:
         """End a request of any session."""
+        if not request.request_id:
+            raise InvalidArgument("an abort names a request or a group", field="request_id")
         outcome = {
             True: engine_pb2.AbortResponse.OUTCOME_ABORTED,
             False: engine_pb2.AbortResponse.OUTCOME_ALREADY_FINISHED,

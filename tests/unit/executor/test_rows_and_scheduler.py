@@ -17,6 +17,7 @@ from tokenloom.scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 BLOCK, NUM_BLOCKS, NUM_SEQS, BUDGET, CONTEXT = 4, 20, 4, 12, 60
 STOP_TOKEN = 1
+CONFIG = SchedulerConfig(max_num_seqs=NUM_SEQS, max_num_batched_tokens=BUDGET, max_model_len=CONTEXT, block_size=BLOCK)
 
 
 def plan_of(output: SchedulerOutput) -> Plan:
@@ -47,7 +48,7 @@ def run(table: RowTable, plan: Plan, choice: random.Random) -> ModelOutput:
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_in_flight_with_prefix_hits_preemptions_and_aborts_are_all_well_formed(seed: int) -> None:
     choice = random.Random(seed)
-    scheduler = Scheduler(SchedulerConfig(NUM_SEQS, BUDGET, 100, CONTEXT, BLOCK), NUM_BLOCKS)
+    scheduler = Scheduler(CONFIG, NUM_BLOCKS)
     table = RowTable(Limits(50, CONTEXT, BLOCK, NUM_SEQS, BUDGET), torch.device("cpu"))
     table.begin_epoch(NUM_BLOCKS)
     in_flight: deque[Plan] = deque()

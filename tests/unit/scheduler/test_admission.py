@@ -106,6 +106,29 @@ def test_what_would_run_at_once_does_not_count_as_waiting_for_a_tenants_limit() 
     assert refusal_of(scheduler, Request("b-3", [1], 1, tenant="b")).reason == "TENANT_QUEUE_FULL"
 
 
+def test_own_less_urgent_request_gives_way_in_a_full_queue() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=1, max_num_waiting=2), num_blocks=64)
+    for i in range(2):
+        scheduler.add_request(Request(f"batch-{i}", [1], 1, tenant="a", priority_class=3))
+    displaced = scheduler.add_request(Request("urgent", [1], 1, tenant="a"))
+    assert displaced is not None
+    assert displaced.request.request_id == "batch-1"
+    assert "a more urgent request came" in str(displaced.error)
+    assert refusal_of(scheduler, Request("batch-2", [1], 1, tenant="a", priority_class=3)).reason == "QUEUE_FULL"
+
+
+def test_own_less_urgent_request_gives_way_at_the_tenants_limit() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=1), num_blocks=64)
+    scheduler.set_tenant("a", TenantPolicy(max_num_waiting=1))
+    for i in range(2):
+        scheduler.add_request(Request(f"batch-{i}", [1], 1, tenant="a", priority_class=3))
+    refusal = refusal_of(scheduler, Request("batch-2", [1], 1, tenant="a", priority_class=3))
+    assert refusal.reason == "TENANT_QUEUE_FULL"
+    displaced = scheduler.add_request(Request("urgent", [1], 1, tenant="a"))
+    assert displaced is not None
+    assert displaced.request.request_id == "batch-1"
+
+
 def test_tokens_that_wait_are_bounded_but_one_request_alone_may_have_more() -> None:
     scheduler = Scheduler(SchedulerConfig(max_num_waiting_tokens=10), num_blocks=64)
     scheduler.add_request(Request("large", [1] * 20, 1))

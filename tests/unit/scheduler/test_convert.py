@@ -65,7 +65,7 @@ def test_a_policy_is_passed_on() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, -math.inf, math.nan])
 def test_a_weight_is_finite_and_above_zero(weight: float) -> None:
-    with pytest.raises(InvalidArgument, match=r"weight of tenant 'a'.*finite and above 0") as refused:
+    with pytest.raises(InvalidArgument, match=r"weight of tenant 'a'.*from 0.001 to 1000") as refused:
         tenant_policy_of(engine_pb2.TenantPolicy(tenant="a", weight=weight))
     assert refused.value.field == "tenants.weight"
 

@@ -14,8 +14,10 @@ def with_requests(tenants: Tenants, name: str, *, num_running: int = 0, num_wait
 
 
 def test_counter_rises_by_charge_over_weight() -> None:
-    tenant = Tenant("a", TenantPolicy(weight=4.0))
-    tenant.serve(10, charge=2.0)
+    tenants = Tenants()
+    tenants.define("a", TenantPolicy(weight=4.0))
+    tenant = tenants.get("a")
+    tenants.serve(tenant, 10, charge=2.0)
     assert (tenant.counter, tenant.num_served_tokens) == (5.0, 10)
 
 
@@ -46,8 +48,23 @@ def test_with_an_empty_queue_the_present_counter_of_who_left_it_last_counts() ->
     tenants = Tenants()
     first = with_requests(tenants, "a", num_running=1)
     tenants.note_left_queue(first)
-    first.serve(100, charge=2.0)
+    tenants.serve(first, 100, charge=2.0)
     assert with_requests(tenants, "b", num_waiting=1).counter == 200.0
+
+
+def test_stream_of_new_tenants_does_not_hold_back_one_that_is_ahead() -> None:
+    tenants = Tenants()
+    ahead = with_requests(tenants, "ahead", num_waiting=1)
+    ahead.counter = 1000.0
+    for i in range(1000):
+        fresh = with_requests(tenants, f"fresh-{i}", num_waiting=1)
+        if fresh.counter > ahead.counter:
+            return
+        tenants.serve(fresh, 5, charge=2.0)
+        fresh.num_waiting = 0
+        tenants.note_left_queue(fresh)
+        tenants.note_ended(fresh)
+    raise AssertionError("the tenant that is ahead never comes first")
 
 
 def test_share_is_by_weight_among_those_alive_and_at_least_one() -> None:
@@ -116,7 +133,10 @@ def test_policy_without_a_new_rate_keeps_the_bucket() -> None:
     tenants.define("a", TenantPolicy(weight=2.0, max_tokens_per_minute=60))
     assert tenants.bucket_of(tenants.get("a"), 0.0) is bucket
     tenants.define("a", TenantPolicy(max_tokens_per_minute=120))
-    assert tenants.bucket_of(tenants.get("a"), 0.0) is not bucket
+    assert bucket.wait_s(60, 0.0) == pytest.approx(30.0), "a higher limit fills it faster, not at once"
+    tenants.define("a", TenantPolicy(max_tokens_per_minute=30))
+    assert bucket.wait_s(30, 1000.0) == 0.0
+    assert bucket.level == 30.0
 
 
 def test_idle_tenants_are_forgotten_but_not_defined_or_living_ones() -> None:

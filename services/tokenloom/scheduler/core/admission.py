@@ -2,7 +2,7 @@
 
 A full queue is shared like everything else: a request of a tenant that holds less than its share of the queue takes the
 place of one that never ran and is no more urgent, of the tenant furthest over its share. So a flood cannot lock others
-out.
+out. Nor do a tenant's own less urgent requests: the last of them gives way to a more urgent one.
 """
 
 from __future__ import annotations
@@ -58,25 +58,53 @@ class QueueLimits:
     max_num_waiting_tokens: int
 
 
-def check_tenant_limits(request: Request, tenants: Tenants, num_free_rows: int, now_s: float) -> None:
-    """Refuse what is beyond the limits of the request's own tenant.
+def find_place(
+    request: Request, waiting: WaitingQueue, tenants: Tenants, limits: QueueLimits, num_free_rows: int, now_s: float
+) -> Request | None:
+    """See whether the queue, and the limits of the request's tenant, have room for a request.
 
     Args:
         num_free_rows: rows for the tenant's waiting requests; those that they are enough for do not count as waiting.
 
-    Raises: RequestRefused; nothing has changed.
+    Returns: None if there is room; otherwise the waiting request whose place it takes.
+
+    Raises: RequestRefused if it gets no place; nothing has changed.
     """
-    tenant = request.account
-    limit, max_num_running = tenant.policy.max_num_waiting, tenant.policy.max_num_running
-    if max_num_running is not None:
-        num_free_rows = min(num_free_rows, max_num_running - tenant.num_running)
-    if limit is not None and tenant.num_waiting - max(0, num_free_rows) >= limit:
+    own = waiting.last_of(request.account)
+    if own is not None and own.current_class <= request.current_class:
+        own = None
+    is_tenant_full = _is_tenant_full(request.account, num_free_rows)
+    if is_tenant_full and own is None:
         raise RequestRefused(
-            f"{tenant.num_waiting} requests of this tenant wait already; the most is {limit}",
+            f"{request.account.num_waiting} requests of this tenant wait already; the most is "
+            f"{request.account.policy.max_num_waiting}",
             is_overload=True,
             reason="TENANT_QUEUE_FULL",
         )
-    bucket = tenants.bucket_of(tenant, now_s)
+    _check_token_rate(request, tenants, now_s)
+    if not is_tenant_full and _has_room(request, waiting, limits, leaving=None):
+        return None
+    if own is not None and _has_room(request, waiting, limits, leaving=own):
+        return own
+    gives_way = None if is_tenant_full else _gives_way_to(request, waiting, tenants, limits)
+    if gives_way is not None and _has_room(request, waiting, limits, leaving=gives_way):
+        return gives_way
+    if len(waiting) >= limits.max_num_waiting:
+        what = f"{len(waiting)} requests wait already; the most is {limits.max_num_waiting}"
+    else:
+        what = f"{waiting.num_tokens} tokens wait already; the most is {limits.max_num_waiting_tokens}"
+    raise RequestRefused(what, is_overload=True, reason="QUEUE_FULL")
+
+
+def _is_tenant_full(tenant: Tenant, num_free_rows: int) -> bool:
+    limit, max_num_running = tenant.policy.max_num_waiting, tenant.policy.max_num_running
+    if max_num_running is not None:
+        num_free_rows = min(num_free_rows, max_num_running - tenant.num_running)
+    return limit is not None and tenant.num_waiting - max(0, num_free_rows) >= limit
+
+
+def _check_token_rate(request: Request, tenants: Tenants, now_s: float) -> None:
+    bucket = tenants.bucket_of(request.account, now_s)
     wait_s = bucket.wait_s(request.num_prompt_tokens, now_s) if bucket is not None else 0.0
     if bucket is not None and wait_s > 0:
         raise RequestRefused(
@@ -86,25 +114,6 @@ def check_tenant_limits(request: Request, tenants: Tenants, num_free_rows: int, 
             reason="TOKEN_RATE",
             retry_after_s=wait_s,
         )
-
-
-def find_place(request: Request, waiting: WaitingQueue, tenants: Tenants, limits: QueueLimits) -> Request | None:
-    """See whether the queue has room for a request.
-
-    Returns: None if it has; otherwise the waiting request whose place it takes.
-
-    Raises: RequestRefused if it gets no place; nothing has changed.
-    """
-    if _has_room(request, waiting, limits, leaving=None):
-        return None
-    gives_way = _gives_way_to(request, waiting, tenants, limits)
-    if gives_way is not None and _has_room(request, waiting, limits, leaving=gives_way):
-        return gives_way
-    if len(waiting) >= limits.max_num_waiting:
-        what = f"{len(waiting)} requests wait already; the most is {limits.max_num_waiting}"
-    else:
-        what = f"{waiting.num_tokens} tokens wait already; the most is {limits.max_num_waiting_tokens}"
-    raise RequestRefused(what, is_overload=True, reason="QUEUE_FULL")
 
 
 def _has_room(request: Request, waiting: WaitingQueue, limits: QueueLimits, leaving: Request | None) -> bool:
@@ -117,6 +126,7 @@ def _has_room(request: Request, waiting: WaitingQueue, limits: QueueLimits, leav
 
 
 def _gives_way_to(request: Request, waiting: WaitingQueue, tenants: Tenants, limits: QueueLimits) -> Request | None:
+    """A request of another tenant, over its share of the queue."""
     newcomer = request.account
 
     def shares_held(tenant: Tenant, more_requests: int = 0, more_tokens: int = 0) -> float:

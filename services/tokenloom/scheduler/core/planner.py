@@ -126,7 +126,7 @@ class Planner:
             return walk.stop()
         if request.account.is_at_limit:
             request.wait_reason = WaitReason.TENANT_LIMIT
-            return walk.pass_tenant() if self._state.config.is_fair else walk.pass_request()
+            return walk.pass_tenant() if self._state.config.is_fair else walk.pass_request(is_counted=False)
         found = self._state.kv.find_prefix(request)
         if found is None:
             request.wait_reason = WaitReason.PREFIX  # (rule 4)
@@ -269,7 +269,8 @@ class Planner:
         if request.num_charged_tokens < len(request.prompt_token_ids):
             charged = min(request.num_computed_tokens, len(request.prompt_token_ids))
             if charged > request.num_charged_tokens:
-                tenant.serve(charged - request.num_charged_tokens, self._state.config.prompt_token_charge)
+                num_new_tokens = charged - request.num_charged_tokens
+                self._state.tenants.serve(tenant, num_new_tokens, self._state.config.prompt_token_charge)
                 request.num_charged_tokens = charged
 
     def _preempt(self, draft: _Draft, preemption: Preemption) -> None:

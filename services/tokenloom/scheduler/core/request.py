@@ -12,7 +12,8 @@ Counts, all in tokens:
 
 `num_computed_tokens` is at most `num_tokens + num_pending - 1` after a step that sampled: the newest token has no KV.
 `num_gave_way` counts preemptions for blocks or shares (preemption.py). `num_charged_tokens` counts the prompt tokens
-that the tenant was charged for or got from the cache: it never falls.
+that the tenant was charged for or got from the cache: it never falls. `num_rate_tokens` were taken from the tenant's
+token bucket at admission.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Request:
     num_plans_in_flight: int = 0
     num_cached_tokens: int | None = None
     num_charged_tokens: int = 0
+    num_rate_tokens: int = 0
     num_preemptions: int = 0
     num_gave_way: int = 0
     is_resubmission: bool = False

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenloom.scheduler.core.admission import check_tenant_limits, find_place, refuse_what_cannot_run
+from tokenloom.scheduler.core.admission import find_place, refuse_what_cannot_run
 from tokenloom.scheduler.core.ageing import Ageing
 from tokenloom.scheduler.core.config import SchedulerConfig, SchedulerStats, SchedulingPolicy
 from tokenloom.scheduler.core.kv_cache import KVCache
@@ -142,11 +142,13 @@ class Scheduler:
         gives_way = None
         if not is_resubmission:
             num_others = len(self.running) + len(self.waiting) - tenant.num_waiting
-            check_tenant_limits(request, self._state.tenants, self.config.max_num_seqs - num_others, now_s)
-            gives_way = find_place(request, self.waiting, self._state.tenants, self.config.queue_limits)
+            num_free_rows = self.config.max_num_seqs - num_others
+            limits = self.config.queue_limits
+            gives_way = find_place(request, self.waiting, self._state.tenants, limits, num_free_rows, now_s)
             if tenant.bucket is not None:
                 tenant.bucket.take(request.num_prompt_tokens)
-        displaced = self._displace(gives_way) if gives_way is not None else None
+                request.num_rate_tokens = request.num_prompt_tokens
+        displaced = self._displace(gives_way, tenant) if gives_way is not None else None
         request.is_resubmission = is_resubmission
         request.num_charged_tokens = request.num_prompt_tokens if is_resubmission else 0
         request.max_output_tokens = min(request.max_output_tokens, self.max_request_tokens - request.num_prompt_tokens)
@@ -173,9 +175,10 @@ class Scheduler:
         request.order_key = (due_s, request.arrival)
         self._state.ageing.watch(request, num_living)
 
-    def _displace(self, request: Request) -> RequestOutput:
+    def _displace(self, request: Request, newcomer: Tenant) -> RequestOutput:
+        who = "a more urgent request" if newcomer is request.account else "a tenant with fewer requests in it"
         error = RequestRefused(
-            f"the queue is full ({len(self.waiting)} requests), and a tenant with fewer requests in it came",
+            f"the queue is full ({len(self.waiting)} requests wait), and {who} came",
             is_overload=True,
             reason="QUEUE_FULL",
         )
@@ -259,7 +262,7 @@ class Scheduler:
 
     def _charge_output(self, request: Request, num_tokens: int) -> None:
         tenant = request.account
-        tenant.serve(num_tokens, self._state.config.output_token_charge)
+        self._state.tenants.serve(tenant, num_tokens, self._state.config.output_token_charge)
         if tenant.bucket is not None:
             tenant.bucket.take(num_tokens)
         if request.status is RequestStatus.WAITING:
@@ -287,8 +290,8 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             self._state.tenants.note_left_queue(request.account)
-        if request.account.bucket is not None and request.num_cached_tokens is None and not request.is_resubmission:
-            request.account.bucket.take(-request.num_prompt_tokens)  # nothing was computed for it
+        if request.account.bucket is not None and request.num_cached_tokens is None:
+            request.account.bucket.take(-request.num_rate_tokens)  # nothing was computed for it
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._state.requests[request.request_id]

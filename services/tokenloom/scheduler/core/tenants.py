@@ -3,7 +3,10 @@
 Order by virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2): a
 tenant's counter rises by the charge of each token computed for it, divided by its weight, and the tenant with the
 lowest counter is served next. A tenant that comes back to the queue is lifted to the lowest counter in it, or, if it is
-empty, to that of the tenant that left it last: nobody saves up credit by being idle.
+empty, to that of the tenant that left it last: nobody saves up credit by being idle. Nor does it start below the
+virtual time, which rises with all service by its charge over the weight of all tenants alive, as in generalised
+processor sharing: otherwise a stream of new tenants, each lifted to the one before, would hold the lowest counter down
+for ever, and a tenant that is ahead would starve.
 
 Shares are about the present, counters about the past: while others wait, a tenant holds no more rows and blocks than
 its weight's part of them.
@@ -67,6 +70,7 @@ class TokenBucket:
         self.level -= num_tokens
 
     def _fill(self, now_s: float) -> None:
+        """Bring the level up to date; a lower capacity cuts it."""
         passed_s = max(0.0, now_s - self.updated_s)
         self.level = min(float(self.per_minute), self.level + passed_s * self.per_minute / _MINUTE_S)
         self.updated_s = max(self.updated_s, now_s)
@@ -106,11 +110,6 @@ class Tenant:
         limit = self.policy.max_num_running
         return limit is not None and self.num_running >= limit
 
-    def serve(self, num_tokens: int, charge: float) -> None:
-        """Tokens were computed for it for the first time, at `charge` virtual tokens each."""
-        self.num_served_tokens += num_tokens
-        self.counter += num_tokens * charge / self.policy.weight
-
 
 class Tenants:
     """All tenants seen; idle ones that nobody defined are forgotten when they become too many."""
@@ -120,14 +119,17 @@ class Tenants:
         self._defined: set[str] = set()
         self._alive: dict[Tenant, None] = {}
         self._total_weight = 0.0
+        self._virtual_time = 0.0
         self._left_last: Tenant | None = None
 
     def define(self, name: str, policy: TenantPolicy) -> None:
         """Set what a tenant may have, from now on."""
         tenant = self.get(name)
         self._defined.add(name)
-        if policy.max_tokens_per_minute != tenant.policy.max_tokens_per_minute:
+        if policy.max_tokens_per_minute is None:
             tenant.bucket = None
+        elif tenant.bucket is not None:
+            tenant.bucket.per_minute = policy.max_tokens_per_minute
         tenant.policy = policy
         self._total_weight = sum(other.policy.weight for other in self._alive)
 
@@ -163,7 +165,14 @@ class Tenants:
             return
         counters = [other.counter for other in self._alive if other.num_waiting]
         last = self._left_last.counter if self._left_last is not None else 0.0
-        tenant.counter = max(tenant.counter, min(counters, default=last))
+        tenant.counter = max(tenant.counter, min(counters, default=last), self._virtual_time)
+
+    def serve(self, tenant: Tenant, num_tokens: int, charge: float) -> None:
+        """Tokens were computed for a tenant for the first time, at `charge` virtual tokens each."""
+        charged = num_tokens * charge
+        tenant.num_served_tokens += num_tokens
+        tenant.counter += charged / tenant.policy.weight
+        self._virtual_time += charged / (self._total_weight or tenant.policy.weight)
 
     def note_alive(self, tenant: Tenant) -> None:
         """To be called after a tenant's numbers of requests rose."""

@@ -190,8 +190,14 @@ class Walk:
         self._leave_lane()
         self._find_head()
 
-    def pass_request(self) -> None:
-        """The head waits on; others of its tenant may run."""
+    def pass_request(self, *, is_counted: bool = True) -> None:
+        """The head waits on; others of its tenant may run.
+
+        Args:
+            is_counted: False for requests that must not keep others from being looked at, however many they are.
+        """
+        if not is_counted:
+            self._num_passes_left += 1
         self._pass(by=1)
 
     def pass_tenant(self, *, is_last_class: bool = False) -> None:
