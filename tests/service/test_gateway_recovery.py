@@ -205,6 +205,18 @@ def test_a_client_that_goes_away_in_a_recovery_is_cancelled(stack: GatewayStack)
     stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 2)
 
 
+def test_what_waits_for_a_slow_client_outlives_its_tokenizer(stack: GatewayStack) -> None:
+    stack.tokenizer.repeat = 512
+    body = {**BODY, "max_tokens": 300, "stream": True}
+    undisturbed = joined(post(stack, CHAT, body).text)
+    with stack.http.stream("POST", CHAT, json=body) as answer:
+        for _ in range(3):  # more than the sockets hold waits in the gateway by then
+            threading.Event().wait(0.15)
+            stack.do(stack.tokenizer.drop_sessions)
+        assert joined(answer.read().decode()) == undisturbed
+    assert len(stack.tokenizer.starts) >= 4
+
+
 def test_requests_wait_for_a_tokenizer_only_so_long(tmp_path: Path) -> None:
     with running_gateway(tmp_path, takeover_limit_s=0.4) as stack:
         begun = in_thread(stack, {**BODY, "max_tokens": 100_000, "stream": True})
