@@ -83,6 +83,7 @@ class SchedulerStage:
             if not connection.cancelled() and (error := connection.exception()) is not None:
                 log.error("unexpected error in the connection to the executor", exc_info=error)
             if self.engine.is_executor_up:
+                self._recorder.save("error")
                 self.engine.on_executor_lost("the engine failed and begins anew")
             await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
 
