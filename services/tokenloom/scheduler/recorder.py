@@ -59,6 +59,7 @@ class _RowState:
     request: Request
     num_output: int
     block_ids: list[int]
+    num_blocks: int
     num_computed: int
 
     @property
@@ -77,7 +78,9 @@ class _RowState:
             sampling=payload.sampling,
             stop=payload.stop,
         )
-        recorded = recording_pb2.RecordedRow(row=row, block_ids=self.block_ids, num_computed_tokens=self.num_computed)
+        recorded = recording_pb2.RecordedRow(
+            row=row, block_ids=islice(self.block_ids, self.num_blocks), num_computed_tokens=self.num_computed
+        )
         return entry_of(EntryKind.ROW, recorded)
 
 
@@ -247,7 +250,7 @@ class Recorder:
         last.num_bytes += _BYTES_PER_TOKEN * num_ended_tokens
         self._num_bytes += _BYTES_PER_TOKEN * num_ended_tokens
         segment = _Segment(self._cut_header(), begins_epoch=False, rows=rows)
-        num_blocks = sum([len(row.block_ids) for row in rows])
+        num_blocks = sum([row.num_blocks for row in rows])
         segment.num_bytes = _BYTES_PER_ROW * len(rows) + _BYTES_PER_BLOCK * num_blocks
         return segment
 
@@ -284,7 +287,7 @@ class Recorder:
                 num_computed = row.num_computed_tokens
                 num_blocks -= len(row.new_block_ids)
             num_output = len(request.output_token_ids)
-            states.append(_RowState(request.row_id, request, num_output, block_ids[:num_blocks], num_computed))
+            states.append(_RowState(request.row_id, request, num_output, block_ids, num_blocks, num_computed))
         return states
 
     def _cut_header(self, num_dropped: int = 0) -> recording_pb2.RecordingHeader:
@@ -341,7 +344,7 @@ def parts_of(entries: Iterable[bytes]) -> Iterator[engine_pb2.GetRecordingRespon
 
 def _file_bytes(row: _RowState) -> int:
     """About what a row takes in a file."""
-    return _BYTES_PER_ROW + 3 * (row.num_tokens + len(row.block_ids))
+    return _BYTES_PER_ROW + 3 * (row.num_tokens + row.num_blocks)
 
 
 def _chunks(segments: list[tuple[_Segment, int]]) -> Iterator[bytes]:
