@@ -214,15 +214,31 @@ def test_a_row_error_fails_its_request_alone(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_failed_step_fails_its_requests_and_no_others(tmp_path: Path) -> None:
+def test_a_step_that_fails_is_tried_again(tmp_path: Path) -> None:
     async def test() -> None:
         executor = FakeExecutor()
         async with scheduler_on(tmp_path, executor):
             tokenizer = Tokenizer(tmp_path)
             await tokenizer.open()
             executor.step_errors.append(common_pb2.Error(code=13, message="out of memory"))
+            await tokenizer.send(submits=[submit(1, [5], 10), submit(2, [6], 10)])
+            await tokenizer.read_until_ended(1, 2)
+            assert tokenizer.tokens == {1: continuation([5], 10), 2: continuation([6], 10)}
+            await tokenizer.close()
+
+    run(test())
+
+
+def test_a_request_whose_steps_fail_again_and_again_fails_with_the_executors_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor()
+        async with scheduler_on(tmp_path, executor):
+            tokenizer = Tokenizer(tmp_path)
+            await tokenizer.open()
+            executor.step_errors.extend([common_pb2.Error(code=13, message="out of memory")] * 20)
             await tokenizer.send(submits=[submit(1, [5], 10)])
             await tokenizer.read_until_ended(1)
+            executor.step_errors.clear()
             assert "out of memory" in tokenizer.finished[1].error.message
             await tokenizer.send(submits=[submit(2, [6], 10)])
             await tokenizer.read_until_ended(2)

@@ -30,6 +30,7 @@ from tokenloom.scheduler.news import OVERLOAD_RETRY_S, NewsTeller, overload_of
 from tokenloom.scheduler.registry import Registry
 from tokenloom.scheduler.sessions import Stream, TokenizerSession
 from tokenloom.scheduler.sliding_rate import SlidingRate
+from tokenloom.scheduler.suspect_log import log_suspects
 from tokenloom.scheduler.tracing import StepTracer, end_request_span
 from tokenloom.scheduler.watchers import StepWatchers
 
@@ -228,6 +229,7 @@ class Engine:
                 self.core.set_tenant(name, policy)
         else:
             self._teller.tell(self.core.reset(num_blocks, config), time.monotonic())
+            log_suspects(self.core)
         self.cache_watchers.watch(self.core.kv.pool)
         self._sent_s.clear()
         self.is_executor_up = True
@@ -255,6 +257,9 @@ class Engine:
         self._tracer.end(output.step_id, output.step_error)
         self._rate.add(core.plans_in_flight[0].num_scheduled_tokens, now)
         news = core.update(output) + core.expire(now)
+        if output.step_error is not None:
+            log.warning("step %d failed: %s", output.step_id, output.step_error)
+            log_suspects(core)
         self._make_plans(now)  # before the news: the executor waits for plans, readers do not
         self._teller.tell(news, now)
         self._after_changes(core)

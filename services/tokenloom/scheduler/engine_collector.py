@@ -23,6 +23,7 @@ _COUNTERS = (
     ("tokenloom_computed_tokens", "Tokens computed, recomputed ones included.", "num_computed_tokens"),
     ("tokenloom_wasted_rows", "Rows computed for requests that had ended.", "num_wasted_rows"),
     ("tokenloom_requests_displaced", "Waiting requests that gave way in a full queue.", "num_displaced"),
+    ("tokenloom_requests_quarantined", "Requests that killed the executor or made steps fail.", "num_quarantined"),
 )
 
 
@@ -107,6 +108,8 @@ def _gauges(core: Scheduler | None) -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "tokenloom_num_waiting_tokens", "Tokens, prompt and output so far, of requests that wait.", num_waiting_tokens
     )
+    num_suspects = 0 if core is None else len(core.suspects)
+    yield GaugeMetricFamily("tokenloom_num_suspects", "Requests that may have killed the executor.", num_suspects)
     usage = 0.0 if core is None else core.kv.pool.num_held_blocks / (core.kv.pool.num_blocks - 1)
     yield GaugeMetricFamily("tokenloom_kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", usage)
 

@@ -12,6 +12,7 @@ from tokenloom.common.errors import DeadlineExceeded, Internal, ResourceExhauste
 from tokenloom.scheduler import metrics
 from tokenloom.scheduler.core.plan import RequestOutput
 from tokenloom.scheduler.core.request import FinishReason, RequestRefused
+from tokenloom.scheduler.core.suspects import ExecutorCrash
 from tokenloom.scheduler.frames import FinishedRow, TokenRow
 from tokenloom.scheduler.registry import Registry
 from tokenloom.scheduler.sessions import Stream
@@ -88,6 +89,8 @@ class NewsTeller:
                 num_generated = len(output.request.output_token_ids)
                 session.outbox.finish(FinishedRow(stream.handle, reason, num_generated, error))
         self._registry.remove(stream)
+        if isinstance(output.error, ExecutorCrash):
+            log.error("request ended: %s", error, extra={"request_id": output.request.request_id})
         metrics.FINISHED.labels("displaced" if _is_displaced(output) else reason.value).inc()
         _observe_times(stream, now_s)
         end_request_span(stream, DeadlineExceeded("its time was up") if reason is FinishReason.DEADLINE else error)
@@ -127,6 +130,8 @@ def error_of(output: RequestOutput) -> TokenloomError | None:
         return error
     if _is_displaced(output):
         return overload_of(error)
+    if isinstance(error, ExecutorCrash):
+        return Internal(str(error), reason="EXECUTOR_CRASH")
     return Internal(str(error))
 
 

@@ -99,16 +99,17 @@ def test_rule_3_block_of_a_row_that_failed_is_not_named() -> None:
     assert engine.core.kv.pool.num_cached_blocks == 0
 
 
-def test_rule_3_step_error_ends_its_rows_and_names_nothing() -> None:
+def test_rule_3_failed_step_names_nothing_and_its_rows_start_again() -> None:
     engine = ShadowEngine(SchedulerConfig(block_size=2), num_blocks=16, depth=2)
     for name, first in (("a", 1), ("b", 51)):
         engine.add(Request(name, [first, first + 1, first + 2], 4))
     planned(engine)
     engine.executor.fails_next_step = True
     engine.apply()
-    assert engine.finish_reasons == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
     assert engine.core.kv.pool.num_free_blocks == 15
     assert engine.core.kv.pool.num_cached_blocks == 0
+    engine.run_until_idle()
+    assert engine.told == {"a": [4, 5, 6, 7], "b": [54, 55, 56, 57]}
 
 
 def test_rule_3_newest_sampled_token_never_counts() -> None:

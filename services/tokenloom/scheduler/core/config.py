@@ -79,6 +79,7 @@ class SchedulerStats:
     Args:
         num_computed_tokens: tokens planned, recomputed ones included.
         num_displaced: waiting requests that gave their place in a full queue to another tenant's.
+        num_quarantined: requests that ended because they killed the executor, or made steps fail, again and again.
         num_wasted_rows: rows computed for requests that had ended.
     """
 
@@ -88,6 +89,7 @@ class SchedulerStats:
     num_prefix_hit_tokens: int = 0
     num_wasted_rows: int = 0
     num_displaced: int = 0
+    num_quarantined: int = 0
 
     @property
     def num_preemptions(self) -> int:

@@ -64,6 +64,7 @@ class SchedulerOutput:
         finished_row_ids: rows that the executor must forget, before it runs the rows.
         preempted: requests that lost their blocks since the last plan.
         num_scheduled_tokens: of all rows; at most the token budget.
+        is_trial: its rows are suspects, and it is alone in flight (suspects.py).
     """
 
     step_id: int
@@ -71,6 +72,7 @@ class SchedulerOutput:
     finished_row_ids: list[int] = field(default_factory=list)
     preempted: list[Preemption] = field(default_factory=list)
     num_scheduled_tokens: int = 0
+    is_trial: bool = False
 
 
 @dataclass(slots=True)

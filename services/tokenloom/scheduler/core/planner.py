@@ -10,12 +10,15 @@ plans in flight, which are half as long then. Who finds no block, row or share m
 from __future__ import annotations
 
 import bisect
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenloom.scheduler.core.plan import Preemption, PreemptReason, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.preemption import Preemptor, Shortage
 from tokenloom.scheduler.core.request import Request, RequestStatus, WaitReason
 from tokenloom.scheduler.core.state import BY_AGE, CoreState
+from tokenloom.scheduler.core.tenants import Tenant
 from tokenloom.scheduler.core.waiting_queue import Walk
 
 # Waiting requests that a step may pass because they wait for a prefix or for their tenant's turn.
@@ -30,13 +33,16 @@ class _Draft:
         chunks: its rows of prompts.
         cut: those that got less than they lack, to leave room for others.
         is_short_of_blocks: a running request found no free block: nobody is let in who has no right to push in.
-        num_promised_blocks: blocks that running prompts will still need for the tokens they have.
+        num_promised_blocks: blocks that running prompts, and suspects that wait, will still need for the tokens they
+            have.
+        promised_rows: rows that suspects who wait will need, by tenant; nobody else may take them.
     """
 
     plan: SchedulerOutput
     chunks: dict[Request, ScheduledRow] = field(default_factory=dict)
     cut: list[ScheduledRow] = field(default_factory=list)
     num_promised_blocks: int = 0
+    promised_rows: Counter[Tenant] = field(default_factory=Counter)
     is_short_of_blocks: bool = False
 
 
@@ -51,9 +57,45 @@ class Planner:
         """The next plan; without rows if no row can run now."""
         self._let_age(now_s)
         draft = _Draft(SchedulerOutput(step_id))
-        prompts = self._plan_decodes(draft)
+        running: Sequence[Request] = tuple(self._state.running)
+        if isolated := self._state.suspects.isolated:
+            running = [request for request in running if request not in isolated]
+            draft.promised_rows.update(r.account for r in isolated if r.status is RequestStatus.WAITING)
+        prompts = self._plan_decodes(draft, running)
         self._plan_prompts(draft, prompts)
         return draft.plan
+
+    def plan_trial(self, step_id: int, now_s: float, group: Sequence[Request]) -> SchedulerOutput:
+        """A plan for a group of suspects only; without rows if none of them can run now."""
+        self._let_age(now_s)
+        draft = _Draft(SchedulerOutput(step_id, is_trial=True))
+        prompts = self._plan_decodes(draft, [r for r in group if r.status is RequestStatus.RUNNING])
+        waiting = [request for request in group if request.status is RequestStatus.WAITING]
+        lacking = [r for r in self._state.running if not r.needs_no_more_plans]
+        draft.num_promised_blocks = sum(map(self._num_lacking_blocks, lacking))
+        has_others = len(prompts) + len(waiting) > 1
+        for request in prompts:
+            if self._budget_left(draft.plan) and request.row_id is not None:
+                self._plan_chunk(draft, request, has_others)
+        for request in waiting:
+            if self._budget_left(draft.plan):
+                self._try_suspect(draft, request, has_others)
+        self._give_the_rest(draft)
+        return draft.plan
+
+    def _try_suspect(self, draft: _Draft, request: Request, has_others: bool) -> None:
+        """Let a suspect that waits run, if there is room."""
+        if request.num_plans_in_flight or request.account.is_at_limit:
+            return
+        found = self._state.kv.find_prefix(request)
+        if found is None:
+            request.wait_reason = WaitReason.PREFIX  # (rule 4)
+            return
+        request.wait_reason = WaitReason.CAPACITY
+        shortage = self._shortage(draft, request, found)
+        if shortage is None or self._make_room(draft, request, shortage):
+            self._state.waiting.remove(request)
+            self._admit(draft, request, found, has_others)
 
     def _let_age(self, now_s: float) -> None:
         due = self._state.ageing.pop_due(now_s)
@@ -68,11 +110,11 @@ class Planner:
         if due:
             self._state.running.sort(key=BY_AGE)
 
-    def _plan_decodes(self, draft: _Draft) -> list[Request]:
-        """Plan the running requests that lack one token; returns those that lack more."""
+    def _plan_decodes(self, draft: _Draft, running: Sequence[Request]) -> list[Request]:
+        """Plan those of these running requests that lack one token; returns those that lack more."""
         prompts = []
         plan, budget, block_size = draft.plan, self._state.config.max_num_batched_tokens, self._state.config.block_size
-        for request in tuple(self._state.running):
+        for request in running:
             if request.row_id is None or request.needs_no_more_plans:
                 continue  # it gave way to one before it, or length ends it
             num_computed = request.num_computed_tokens
@@ -92,7 +134,7 @@ class Planner:
         """Give what the decodes leave to prompts, running and waiting ones, in the order of service."""
         service_key = self._state.waiting.service_key
         prompts.sort(key=service_key, reverse=True)
-        draft.num_promised_blocks = sum(map(self._num_lacking_blocks, prompts))
+        draft.num_promised_blocks = sum(map(self._num_lacking_blocks, [*prompts, *self._state.suspects.isolated]))
         walk = self._state.waiting.walk(max_passed=max(_MIN_PASSED, self._state.config.max_num_seqs))
         while self._budget_left(draft.plan):
             head = walk.head
@@ -120,11 +162,13 @@ class Planner:
         """Let the head of the queue run, or pass it, or stop the walk if nobody behind it may run either."""
         request = walk.head
         assert request is not None
+        if request in self._state.suspects.isolated:
+            return walk.pass_request()
         if request.num_plans_in_flight:
             return walk.stop()  # (rule 2) the blocks it gave up are not for those behind it
         if draft.is_short_of_blocks and not self._may_push_in(request):
             return walk.stop()
-        if request.account.is_at_limit:
+        if request.account.is_at_limit_with(draft.promised_rows[request.account]):
             request.wait_reason = WaitReason.TENANT_LIMIT
             return walk.pass_tenant() if self._state.config.is_fair else walk.pass_request(is_counted=False)
         found = self._state.kv.find_prefix(request)
@@ -161,7 +205,7 @@ class Planner:
         pool = self._state.kv.pool
         num_free = pool.num_free_blocks - pool.count_cached(found) - draft.num_promised_blocks
         num_blocks = self._num_blocks(request) - len(found) - num_free
-        num_rows = len(self._state.running) + 1 - self._state.config.max_num_seqs
+        num_rows = len(self._state.running) + draft.promised_rows.total() + 1 - self._state.config.max_num_seqs
         return Shortage(num_rows, num_blocks, found) if num_rows > 0 or num_blocks > 0 else None
 
     def _make_room(self, draft: _Draft, request: Request, shortage: Shortage) -> bool:

@@ -11,9 +11,10 @@ Counts, all in tokens:
     |<-- num_confirmed_tokens: KV written by plans whose results were applied -->|
 
 `num_computed_tokens` is at most `num_tokens + num_pending - 1` after a step that sampled: the newest token has no KV.
-`num_gave_way` counts preemptions for blocks or shares (preemption.py). `num_charged_tokens` counts the prompt tokens
-that the tenant was charged for or got from the cache: it never falls. `num_rate_tokens` were taken from the tenant's
-token bucket at admission.
+`num_gave_way` counts preemptions for blocks or shares (preemption.py). `is_row_void`: a step failed as a whole, and
+what is still in flight of the request's row does not count. `num_charged_tokens` counts the prompt tokens that the
+tenant was charged for or got from the cache: it never falls. `num_rate_tokens` were taken from the tenant's token
+bucket at admission.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class Request:
     num_rate_tokens: int = 0
     num_preemptions: int = 0
     num_gave_way: int = 0
+    is_row_void: bool = False
     is_resubmission: bool = False
     num_prompt_logprobs_done: int = 0
 

@@ -34,6 +34,7 @@ from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, ScheduledR
 from tokenloom.scheduler.core.planner import Planner
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus, WaitReason
 from tokenloom.scheduler.core.state import CoreState
+from tokenloom.scheduler.core.suspects import MIN_CRASHES, MIN_FAILED_STEPS, ExecutorCrash, Suspects
 from tokenloom.scheduler.core.tenants import Tenant, TenantPolicy
 from tokenloom.scheduler.core.timers import Timers
 from tokenloom.scheduler.core.waiting_queue import WaitingQueue
@@ -57,6 +58,7 @@ class Scheduler:
         self._deadlines = Timers()
         self._next_arrival = 0
         self._next_step_id = 1
+        self._is_trial_due = False
         self.plans_in_flight: deque[SchedulerOutput] = deque()
 
     @property
@@ -83,6 +85,11 @@ class Scheduler:
     def waiting(self) -> WaitingQueue:
         """Requests that wait."""
         return self._state.waiting
+
+    @property
+    def suspects(self) -> Suspects:
+        """Requests that may have killed the executor."""
+        return self._state.suspects
 
     @property
     def max_request_tokens(self) -> int:
@@ -189,8 +196,35 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """Make the next plan and count it as in flight; None, and nothing is in flight, if no row can run now."""
+        if self._state.suspects.isolated:
+            return self._schedule_in_turn(now_s)
         plan = self._planner.plan(self._next_step_id, now_s)
         return self._put_in_flight(plan) if plan.rows else None
+
+    def _schedule_in_turn(self, now_s: float) -> SchedulerOutput | None:
+        """Plans of isolated suspects, each alone in flight, and plans of all others take turns."""
+        in_flight = self.plans_in_flight
+        if in_flight and (self._is_trial_due or in_flight[-1].is_trial):
+            return None
+        plan = self._trial(now_s) if self._is_trial_due else None
+        if plan is None:
+            plan = self._planner.plan(self._next_step_id, now_s)
+            if not plan.rows and not in_flight:
+                plan = self._trial(now_s)
+        if plan is None or not plan.rows:
+            return None
+        self._is_trial_due = not plan.is_trial
+        return self._put_in_flight(plan)
+
+    def _trial(self, now_s: float) -> SchedulerOutput | None:
+        """A plan of the first group of suspects of which somebody can run; None if there is none."""
+        suspects = self._state.suspects
+        for _ in range(len(suspects.groups)):
+            plan = self._planner.plan_trial(self._next_step_id, now_s, suspects.groups[0])
+            if plan.rows:
+                return plan
+            suspects.postpone()
+        return None
 
     def release_rows(self) -> SchedulerOutput | None:
         """A plan without rows that tells an idle executor which rows ended; None if it knows or is not idle."""
@@ -213,22 +247,24 @@ class Scheduler:
         """Apply the result of the oldest plan in flight; returns what the requests' readers are to be told."""
         plan = self.plans_in_flight.popleft()
         assert plan.step_id == output.step_id, "results come in the order of the plans"
+        if output.step_error is not None:
+            return self._fail_step(plan, output.step_error)
         news = []
-        errors, step_error, block_size = output.row_errors, output.step_error, self.config.block_size
+        errors, suspects, block_size = output.row_errors, self._state.suspects, self.config.block_size
         for row in plan.rows:
             request = row.request
             request.num_plans_in_flight -= 1
-            if request.finish_reason is not None:
-                self.stats.num_wasted_rows += 1
+            if request.finish_reason is not None or request.is_row_void:
+                self._drop_result(row)
                 continue
-            error = step_error
-            if error is None and errors:
-                error = errors.get(row.row_id)
+            error = errors.get(row.row_id) if errors else None
             if error is not None:
                 news.append(self._finish(request, FinishReason.ERROR, error))
                 continue
             if request.row_id == row.row_id:
                 request.num_confirmed_tokens += row.num_scheduled_tokens
+                if suspects:
+                    suspects.note_progress(request)
             told = self._apply(row, output)
             if request.num_confirmed_tokens >= (request.num_hashed_blocks + 1) * block_size:
                 self._state.kv.name_full_blocks(request)
@@ -238,6 +274,32 @@ class Scheduler:
                 self._finish(request, told.finish_reason)
             news.append(told)
         return news
+
+    def _drop_result(self, row: ScheduledRow) -> None:
+        """A result came for a request that has ended, or began anew."""
+        self.stats.num_wasted_rows += 1
+        request = row.request
+        if request.is_row_void:
+            request.num_pending -= row.samples
+            request.is_row_void = request.num_plans_in_flight > 0
+
+    def _fail_step(self, plan: SchedulerOutput, error: Any) -> list[RequestOutput]:
+        """A step failed as a whole: its rows start again and are suspects; who fails again and again alone, ends."""
+        state = self._state
+        quarantined = state.suspects.blame(plan.rows, MIN_FAILED_STEPS)
+        for row in plan.rows:
+            request = row.request
+            request.num_plans_in_flight -= 1
+            if request.finish_reason is not None or request.is_row_void:
+                self._drop_result(row)
+                continue
+            if request.status is RequestStatus.RUNNING:
+                state.leave_running(request)
+                request.status = RequestStatus.WAITING
+                self.waiting.add(request)
+            request.num_pending -= row.samples
+            request.is_row_void = request.num_plans_in_flight > 0
+        return [] if quarantined is None else [self._quarantine(quarantined, error)]
 
     def _apply(self, row: ScheduledRow, output: ModelOutput) -> RequestOutput | None:
         """Take over what a row sampled; returns the news. A reason to finish is told, and for the caller to act on."""
@@ -290,6 +352,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             self._state.tenants.note_left_queue(request.account)
+        self._state.suspects.forget(request)
         if request.account.bucket is not None and request.num_cached_tokens is None:
             request.account.bucket.take(-request.num_rate_tokens)  # nothing was computed for it
         request.status = RequestStatus.FINISHED
@@ -301,14 +364,17 @@ class Scheduler:
     def reset(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
         """The executor was lost: nothing in flight will come back and no block holds anything.
 
-        Running requests go back to the queue, in their old order, and start again from the tokens they have.
+        Running requests go back to the queue, in their old order, and start again from the tokens they have. Those in
+        flight are suspects; one that is quarantined ends with an `ExecutorCrash`.
 
         Args:
             num_blocks: blocks of the new executor; what no longer fits into them ends with an error.
             config: the limits that hold with it; None: the old ones.
         """
-        self.plans_in_flight.clear()
         state = self._state
+        quarantined = state.suspects.blame([row for plan in self.plans_in_flight for row in plan.rows], MIN_CRASHES)
+        self.plans_in_flight.clear()
+        self._is_trial_due = False  # the others get a step before the next crash
         state.released_row_ids = []
         if config is not None and config.block_size != state.config.block_size:
             for request in state.requests.values():
@@ -327,8 +393,11 @@ class Scheduler:
             self.waiting.add(request)
         state.running = []
         news = []
+        if quarantined is not None:
+            news.append(self._quarantine(quarantined, ExecutorCrash(state.suspects.num_crashes(quarantined))))
         for request in list(self._state.requests.values()):
             request.num_plans_in_flight = request.num_pending = 0
+            request.is_row_void = False
             if request.num_tokens >= self.max_request_tokens:
                 error = RequestRefused(
                     f"the request has {request.num_tokens} tokens and needs room for one more; the engine came back "
@@ -340,3 +409,8 @@ class Scheduler:
                     request.max_output_tokens, self.max_request_tokens - request.num_prompt_tokens
                 )
         return news
+
+    def _quarantine(self, request: Request, error: Any) -> RequestOutput:
+        """End the request that kills the executor, or makes steps fail."""
+        self.stats.num_quarantined += 1
+        return self._finish(request, FinishReason.ERROR, error)

@@ -11,6 +11,7 @@ from tokenloom.scheduler.core.config import SchedulerConfig, SchedulerStats
 from tokenloom.scheduler.core.kv_cache import KVCache
 from tokenloom.scheduler.core.plan import Preemption
 from tokenloom.scheduler.core.request import Request
+from tokenloom.scheduler.core.suspects import Suspects
 from tokenloom.scheduler.core.tenants import Tenants
 from tokenloom.scheduler.core.waiting_queue import WaitingQueue
 
@@ -33,6 +34,7 @@ class CoreState:
     waiting: WaitingQueue
     ageing: Ageing
     tenants: Tenants = field(default_factory=Tenants)
+    suspects: Suspects = field(default_factory=Suspects)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     running: list[Request] = field(default_factory=list)
     requests: dict[str, Request] = field(default_factory=dict)

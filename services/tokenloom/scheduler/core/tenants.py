@@ -107,8 +107,12 @@ class Tenant:
     @property
     def is_at_limit(self) -> bool:
         """It may run no more requests at once."""
+        return self.is_at_limit_with(0)
+
+    def is_at_limit_with(self, num_more: int) -> bool:
+        """It may run no more requests at once when so many more run."""
         limit = self.policy.max_num_running
-        return limit is not None and self.num_running >= limit
+        return limit is not None and self.num_running + num_more >= limit
 
 
 class Tenants:
