@@ -202,6 +202,24 @@ def test_the_only_tokenizer_is_killed_early_in_the_middle_and_twice_while_all_go
     run(scenario())
 
 
+def test_tokenizer_scheduler_and_executor_are_killed_at_once(tiny_stack: Stack) -> None:
+    async def scenario() -> None:
+        async with client_of(tiny_stack.url) as client:
+            load = await load_for(client)
+            expected = await load.begin(client)
+            answers = load.begin(client)
+            await load.has_come(20)
+            pids = tiny_stack.stage_pids()
+            for stage in ("tokenizer", "scheduler", "executor"):
+                os.kill(pids[stage], signal.SIGKILL)
+            found = await answers
+            for answer in (*found, *expected):
+                del answer["usage"]["prompt_tokens_details"]  # a new engine's cache is empty
+            assert_same(found, expected)
+
+    run(scenario())
+
+
 def direct_request() -> inference_pb2.CompleteRequest:
     """A completion for the gRPC interface."""
     options = inference_pb2.GenerationOptions(
