@@ -367,6 +367,17 @@ def test_choices_in_flight_are_bounded(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_call_with_more_choices_than_may_wait_in_the_engine_is_no_matter_of_trying_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            error = await stack.refusal(stack.stub.Complete(complete_request([5], num_choices=65)))
+            assert isinstance(error, InvalidArgument)
+            assert "at most 64" in str(error)
+            assert not stack.engine.submits
+
+    run(scenario())
+
+
 def test_the_time_that_is_left_goes_on_to_the_engine_and_ends_the_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with tokenizer_on(tmp_path) as stack:

@@ -325,6 +325,7 @@ def engine_info(welcome: engine_pb2.Welcome) -> domain.EngineInfo:
         max_num_logprobs=welcome.max_num_logprobs,
         eos_token_ids=frozenset(welcome.eos_token_ids),
         default_sampling=sampling(welcome.default_sampling),
+        max_num_waiting=welcome.max_num_waiting,
     )
 
 

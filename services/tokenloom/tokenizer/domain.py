@@ -162,7 +162,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine said about itself in Welcome."""
+    """What the engine said about itself in Welcome.
+
+    Args:
+        max_num_waiting: choices that may wait; a call with more of them could never be taken. 0: not told.
+    """
 
     epoch: str
     model_id: str
@@ -171,6 +175,7 @@ class EngineInfo:
     max_num_logprobs: int
     eos_token_ids: frozenset[int]
     default_sampling: SamplingParams
+    max_num_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class GenerationService:
             try:
                 async with asyncio.timeout_at(end_s) as timer:
                     check_request(request, engine, self._model_id)
-                    self._reserve(active)
+                    self._reserve(active, engine)
                     prompts = await self.prompts_of(request, engine)
                     await active.prepare(prompts, convert.trace_of(context_of(span)))
                     active.submit(self._by_id.get(active.scoped_id))
@@ -161,13 +161,14 @@ class GenerationService:
             REQUESTS.labels(request.kind, error.code.name.lower()).inc()
             raise
 
-    def _reserve(self, active: ActiveRequest) -> None:
+    def _reserve(self, active: ActiveRequest, engine: EngineInfo) -> None:
         """Make room for the request's choices, or refuse it; what a gateway sends again was counted before."""
         num_choices = active.num_choices
-        if num_choices > self._max_active_choices:
-            message = f"n times the number of prompts is {num_choices}; at most {self._max_active_choices} are accepted"
-            raise InvalidArgument(message, field="n")
         is_new = active.request.age_s is None
+        most = min(self._max_active_choices, engine.max_num_waiting or self._max_active_choices)
+        if is_new and num_choices > most:
+            message = f"n times the number of prompts is {num_choices}; at most {most} are accepted"
+            raise InvalidArgument(message, field="n")
         if is_new and self._num_active_choices + num_choices > self._max_active_choices:
             raise ResourceExhausted("too many requests are in flight", retry_after_s=_RETRY_AFTER_S)
         self._num_active_choices += num_choices
