@@ -12,7 +12,14 @@ from tests.shadow_engine import ShadowEngine
 from tokenloom.scheduler.core.plan import RequestOutput, ScheduledRow, SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request
 from tokenloom.scheduler.core.scheduler import SchedulerConfig
-from tokenloom.scheduler.core.suspects import MIN_CRASHES, MIN_FAILED_STEPS, ExecutorCrash, Suspects
+from tokenloom.scheduler.core.suspects import (
+    MIN_CRASHES,
+    MIN_CRASHES_ALONE,
+    MIN_FAILED_STEPS_ALONE,
+    ExecutorCrash,
+    Suspects,
+    Suspicion,
+)
 from tokenloom.scheduler.core.tenants import TenantPolicy
 
 
@@ -113,7 +120,7 @@ def test_the_deadly_one_of_64_fails_alone_and_is_found_by_halving(depth: int, po
     engine.run()
     assert_only_fail(engine, [37], range(64))
     # One more where the first crash met a decode that the second one, recomputing, does not reach again.
-    assert engine.num_crashes <= 2 + math.log2(64) + 1
+    assert engine.num_crashes <= 4 + math.log2(64) + 1
     assert isinstance(engine.ends[0].error, ExecutorCrash)
     assert engine.ends[0].error.num_crashes >= MIN_CRASHES
 
@@ -125,7 +132,7 @@ def test_number_of_crashes_that_finding_takes(num_requests: int) -> None:
         add(engine.engine, number)
     engine.run()
     assert_only_fail(engine, [0], range(num_requests))
-    assert engine.num_crashes == max(MIN_CRASHES, 2 + math.ceil(math.log2(num_requests)))
+    assert engine.num_crashes == max(MIN_CRASHES, 4 + math.ceil(math.log2(num_requests)))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -181,7 +188,7 @@ def test_who_got_through_what_was_in_flight_is_no_suspect_any_more() -> None:
     suspects = engine.engine.core.suspects
     engine.engine.plan()
     engine.engine.lose_executor(600)
-    assert suspects.num_crashes(request) == 1
+    assert suspicion_of(suspects, request).num_crashes == 1
     engine.engine.step()
     assert len(suspects) == 0
 
@@ -322,33 +329,51 @@ def row_of(request: Request, start: int, num_tokens: int) -> ScheduledRow:
     return ScheduledRow(request, 1, num_tokens, start, [], False, False, True)
 
 
+def suspicion_of(suspects: Suspects, request: Request) -> Suspicion:
+    known = suspects.suspicion(request)
+    assert known is not None
+    return known
+
+
 def test_crashes_at_other_tokens_begin_the_count_anew() -> None:
     suspects, request = Suspects(), Request("a", [1], 1)
     for _ in range(MIN_CRASHES - 1):
-        assert suspects.blame([row_of(request, 0, 8)], MIN_CRASHES) is None
-    assert suspects.blame([row_of(request, 8, 8)], MIN_CRASHES) is None
-    assert suspects.num_crashes(request) == 1
+        assert suspects.blame_for_crash([row_of(request, 0, 8)]) is None
+    assert suspects.blame_for_crash([row_of(request, 8, 8)]) is None
+    assert suspicion_of(suspects, request).num_crashes == 1
+
+
+def test_crashes_do_not_count_as_failed_steps_nor_the_other_way_round() -> None:
+    suspects, request = Suspects(), Request("a", [1], 1)
+    rows = [row_of(request, 0, 1)]
+    for _ in range(MIN_CRASHES - 1):
+        assert suspects.blame_for_crash(rows) is None
+    for _ in range(MIN_FAILED_STEPS_ALONE - 1):
+        assert suspects.blame_for_failed_step(rows) is None
+    assert suspects.blame_for_failed_step(rows) is request
 
 
 def test_only_who_was_alone_is_quarantined() -> None:
     suspects = Suspects()
     a, b = Request("a", [1], 1), Request("b", [2], 1)
     for _ in range(2 * MIN_CRASHES):
-        assert suspects.blame([row_of(a, 0, 1), row_of(b, 0, 1)], MIN_CRASHES) is None
+        assert suspects.blame_for_crash([row_of(a, 0, 1), row_of(b, 0, 1)]) is None
     b.finish_reason = FinishReason.ABORTED
-    assert suspects.blame([row_of(a, 0, 1), row_of(b, 0, 1)], MIN_CRASHES) is None, "b was there as well"
-    assert suspects.blame([row_of(a, 0, 1)], MIN_CRASHES) is a
+    assert suspects.blame_for_crash([row_of(a, 0, 1), row_of(b, 0, 1)]) is None, "b was there as well"
+    for _ in range(MIN_CRASHES_ALONE - 1):
+        assert suspects.blame_for_crash([row_of(a, 0, 1)]) is None
+    assert suspects.blame_for_crash([row_of(a, 0, 1)]) is a
 
 
 def test_a_group_that_was_in_flight_is_halved_and_tried_next() -> None:
     suspects = Suspects()
     requests = [Request(str(i), [i], 1) for i in range(5)]
     rows = [row_of(request, 0, 1) for request in requests]
-    suspects.blame(rows, MIN_FAILED_STEPS)
+    suspects.blame_for_failed_step(rows)
     assert not suspects.isolated
-    suspects.blame(rows, MIN_FAILED_STEPS)
+    suspects.blame_for_failed_step(rows)
     assert [len(group) for group in suspects.groups] == [3, 2]
-    suspects.blame(rows[:3], MIN_FAILED_STEPS)
+    suspects.blame_for_failed_step(rows[:3])
     assert [len(group) for group in suspects.groups] == [2, 1, 2]
     suspects.forget(requests[0])
     assert [len(group) for group in suspects.groups] == [1, 1, 2]

@@ -34,7 +34,7 @@ from tokenloom.scheduler.core.plan import ModelOutput, RequestOutput, ScheduledR
 from tokenloom.scheduler.core.planner import Planner
 from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefused, RequestStatus, WaitReason
 from tokenloom.scheduler.core.state import CoreState
-from tokenloom.scheduler.core.suspects import MIN_CRASHES, MIN_FAILED_STEPS, ExecutorCrash, Suspects
+from tokenloom.scheduler.core.suspects import ExecutorCrash, Suspects
 from tokenloom.scheduler.core.tenants import Tenant, TenantPolicy
 from tokenloom.scheduler.core.timers import Timers
 from tokenloom.scheduler.core.waiting_queue import WaitingQueue
@@ -286,7 +286,7 @@ class Scheduler:
     def _fail_step(self, plan: SchedulerOutput, error: Any) -> list[RequestOutput]:
         """A step failed as a whole: its rows start again and are suspects; who fails again and again alone, ends."""
         state = self._state
-        quarantined = state.suspects.blame(plan.rows, MIN_FAILED_STEPS)
+        quarantined = state.suspects.blame_for_failed_step(plan.rows)
         for row in plan.rows:
             request = row.request
             request.num_plans_in_flight -= 1
@@ -372,7 +372,7 @@ class Scheduler:
             config: the limits that hold with it; None: the old ones.
         """
         state = self._state
-        quarantined = state.suspects.blame([row for plan in self.plans_in_flight for row in plan.rows], MIN_CRASHES)
+        quarantined = state.suspects.blame_for_crash(row for plan in self.plans_in_flight for row in plan.rows)
         self.plans_in_flight.clear()
         self._is_trial_due = False  # the others get a step before the next crash
         state.released_row_ids = []
@@ -394,16 +394,19 @@ class Scheduler:
         state.running = []
         news = []
         if quarantined is not None:
-            news.append(self._quarantine(quarantined, ExecutorCrash(state.suspects.num_crashes(quarantined))))
+            suspicion = state.suspects.suspicion(quarantined)
+            assert suspicion is not None
+            error = ExecutorCrash(suspicion.num_crashes, suspicion.num_crashes_alone)
+            news.append(self._quarantine(quarantined, error))
         for request in list(self._state.requests.values()):
             request.num_plans_in_flight = request.num_pending = 0
             request.is_row_void = False
             if request.num_tokens >= self.max_request_tokens:
-                error = RequestRefused(
+                refusal = RequestRefused(
                     f"the request has {request.num_tokens} tokens and needs room for one more; the engine came back "
                     f"with room for {self.max_request_tokens}"
                 )
-                news.append(self._finish(request, FinishReason.ERROR, error))
+                news.append(self._finish(request, FinishReason.ERROR, refusal))
             else:
                 request.max_output_tokens = min(
                     request.max_output_tokens, self.max_request_tokens - request.num_prompt_tokens
