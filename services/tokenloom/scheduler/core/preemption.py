@@ -13,6 +13,7 @@ tenant, once it gave way `MAX_GAVE_WAY` times, gives way for no share any more; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class Preemptor:
     def _first_that_suffice(self, may_give_way: list[Preemption], shortage: Shortage) -> list[Preemption] | None:
         victims: list[Preemption] = []
         num_rows, num_blocks = shortage.num_rows, shortage.num_blocks
-        found = set(shortage.found)
+        released = Counter(dict.fromkeys(shortage.found, -self._pool.num_blocks))  # they stay held
         taken: dict[Tenant, tuple[int, int]] = {}
         for preemption in may_give_way:
             if num_rows <= 0 and num_blocks <= 0:
@@ -116,8 +117,25 @@ class Preemptor:
             taken[other.account] = (rows + 1, blocks + len(other.block_ids))
             victims.append(preemption)
             num_rows -= 1
-            num_blocks -= sum(1 for b in other.block_ids if self._pool.ref_count(b) == 1 and b not in found)
-        return victims if num_rows <= 0 and num_blocks <= 0 else None
+            num_blocks -= self._count_freed(other, released)
+        if num_rows > 0 or num_blocks > 0:
+            return None
+        return self._needed_of(victims, shortage)
+
+    def _count_freed(self, request: Request, released: Counter[int]) -> int:
+        """Blocks that nobody holds any more once the request is gone, too; counts what it releases."""
+        released.update(request.block_ids)
+        return sum(1 for block_id in request.block_ids if released[block_id] == self._pool.ref_count(block_id))
+
+    def _needed_of(self, victims: list[Preemption], shortage: Shortage) -> list[Preemption]:
+        """Spare those that came first and are not needed beside the later ones."""
+        for preemption in victims if len(victims) > 1 else ():
+            others = [other for other in victims if other is not preemption]
+            released = Counter(dict.fromkeys(shortage.found, -self._pool.num_blocks))
+            num_freed = sum(self._count_freed(other.request, released) for other in others)
+            if len(others) >= shortage.num_rows and num_freed >= shortage.num_blocks:
+                victims = others
+        return victims
 
     def _reason(
         self, request: Request, other: Request, is_entitled: bool, spared: set[Request]
