@@ -126,7 +126,7 @@ def test_a_request_that_gives_its_place_away_has_no_event_but_a_refusal_for_now(
 @pytest.mark.parametrize(
     ("bad", "field", "words"),
     [
-        (tenant("b", weight=0.0), "tenants.weight", ["'b'", "0.0", "above 0"]),
+        (tenant("b", weight=0.0), "tenants.weight", ["'b'", "0.0", "from 0.001"]),
         (tenant("b", weight=float("nan")), "tenants.weight", ["'b'", "nan"]),
         (tenant("b", max_num_running=0), "tenants.max_num_running", ["'b'", "at least 1"]),
         (tenant("b", max_tokens_per_minute=0), "tenants.max_tokens_per_minute", ["'b'", "at least 1"]),
