@@ -117,25 +117,34 @@ class Preemptor:
             taken[other.account] = (rows + 1, blocks + len(other.block_ids))
             victims.append(preemption)
             num_rows -= 1
+            released.update(other.block_ids)
             num_blocks -= self._count_freed(other, released)
         if num_rows > 0 or num_blocks > 0:
             return None
-        return self._needed_of(victims, shortage)
+        return self._needed_of(victims, released, -num_rows, -num_blocks)
 
     def _count_freed(self, request: Request, released: Counter[int]) -> int:
-        """Blocks that nobody holds any more once the request is gone, too; counts what it releases."""
-        released.update(request.block_ids)
+        """Blocks of a request that nobody holds any more once so many holders of each released it."""
         return sum(1 for block_id in request.block_ids if released[block_id] == self._pool.ref_count(block_id))
 
-    def _needed_of(self, victims: list[Preemption], shortage: Shortage) -> list[Preemption]:
-        """Spare those that came first and are not needed beside the later ones."""
-        for preemption in victims if len(victims) > 1 else ():
-            others = [other for other in victims if other is not preemption]
-            released = Counter(dict.fromkeys(shortage.found, -self._pool.num_blocks))
-            num_freed = sum(self._count_freed(other.request, released) for other in others)
-            if len(others) >= shortage.num_rows and num_freed >= shortage.num_blocks:
-                victims = others
-        return victims
+    def _needed_of(
+        self, victims: list[Preemption], released: Counter[int], num_rows_spare: int, num_blocks_spare: int
+    ) -> list[Preemption]:
+        """Spare those that came first and are not needed beside the later ones.
+
+        Args:
+            released: how many of the victims release each block.
+            num_rows_spare, num_blocks_spare: what they free beyond what is lacking.
+        """
+        needed = []
+        for preemption in victims:
+            num_freed = self._count_freed(preemption.request, released)
+            if num_rows_spare >= 1 and num_blocks_spare >= num_freed:
+                released.subtract(preemption.request.block_ids)
+                num_rows_spare, num_blocks_spare = num_rows_spare - 1, num_blocks_spare - num_freed
+            else:
+                needed.append(preemption)
+        return needed
 
     def _reason(
         self, request: Request, other: Request, is_entitled: bool, spared: set[Request]
