@@ -84,8 +84,12 @@ def test_40_calls_given_up_at_once_leave_nothing_and_are_counted(stages: StagesO
         before = await until(stages, is_idle)
         load_before = (await stages.engine.GetLoad(engine_pb2.GetLoadRequest())).load
         calls = [asyncio.create_task(call(stages, number)) for number in range(NUM_CALLS)]
-        during = await until(stages, lambda now: total(now, RUNNING) + total(now, WAITING) == NUM_CHOICES)
-        assert total(during, RUNNING) == MAX_NUM_SEQS
+
+        def is_full(now: Any) -> bool:
+            running = total(now, RUNNING)
+            return running == MAX_NUM_SEQS and running + total(now, WAITING) == NUM_CHOICES
+
+        during = await until(stages, is_full)
         assert total(during, USAGE) > total(before, USAGE)
         for task in calls:
             task.cancel()
