@@ -107,7 +107,8 @@ def test_one_of_64_kills_the_executor_and_fails_alone(
     with caplog.at_level(logging.WARNING):
         run(test())
     assert any("request-23 (" in record.getMessage() for record in caplog.records), "suspects are named"
-    (end,) = (record for record in caplog.records if record.levelno == logging.ERROR)
+    ours = (record for record in caplog.records if record.name.startswith("tokenloom"))  # grpc may log of other loops
+    (end,) = (record for record in ours if record.levelno == logging.ERROR)
     assert end.__dict__["request_id"] == "request-23"
 
 
