@@ -1,6 +1,6 @@
 """An executor without a model, as a process of its own: its steps take the time they are told to, and it keeps a diary.
 
-    python -m loadtest.bench.executor --listen unix:/tmp/executor.sock --step-ms 2 --record /tmp/steps.json
+    python -m loadtest.bench.executor --listen unix:executor.sock --step-ms 2 --record steps.json
 
 A row's n-th generated token (from 0) is FIRST_TOKEN_ID + n, modulo the vocabulary: whoever submits a request knows its
 tokens beforehand, and a stop token ends it where he likes. Steps of more than 0 ms run in a thread, as a model would;
@@ -50,7 +50,7 @@ class BenchExecutorSettings:
     """All settings of the benchmark's executor."""
 
     process: ProcessSettings
-    listen: str = setting("unix:/tmp/bench-executor.sock", "Where the scheduler connects: host:port or unix:PATH.")
+    listen: str = setting("127.0.0.1:50053", "Where the scheduler connects: host:port or unix:PATH.")
     record: str = setting("", "File for the diary; empty: none is written.")
     step_ms: float = setting(2.0, "Duration of a step.", parse=non_negative_seconds)
     row_ms: float = setting(0.0, "Further duration for each row of a step.", parse=non_negative_seconds)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokenloom.api.v1 import common_pb2, executor_pb2
-from tokenloom.conformance.executor_client import ExecutorClient
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.conformance.results import Failed, Result, Skipped, result_of
 
 GREEDY = common_pb2.SamplingParams(temperature=0.0)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenloom.common.errors import SetupError, TokenloomError
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.conformance import checks_epochs, checks_plans, checks_sampling, checks_tokens
 from tokenloom.conformance.check import CHECKS, Check
 from tokenloom.conformance.config import ConformanceSettings
-from tokenloom.conformance.executor_client import ExecutorClient
 from tokenloom.conformance.lab import Lab
 from tokenloom.conformance.results import Failed, Skipped
 

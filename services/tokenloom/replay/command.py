@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tokenloom.common.errors import SetupError, TokenloomError
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.common.recording import RecordingReader
 from tokenloom.replay.config import ReplaySettings
-from tokenloom.replay.executor_client import ExecutorClient
 from tokenloom.replay.replayer import Replayer, ReplayOptions, Summary
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from tokenloom.api.v1 import executor_pb2, recording_pb2
 from tokenloom.common.errors import SetupError, TokenloomError
+from tokenloom.common.executor_client import ExecutorClient, PlanStream
 from tokenloom.common.recording import RecordingReader
 from tokenloom.replay.compare import Comparer, Mismatch
-from tokenloom.replay.executor_client import ExecutorClient
 from tokenloom.replay.plans import Limits, PlanMaker, ReplayPlan
 from tokenloom.replay.sections import Section, sections_of
 
@@ -137,7 +137,8 @@ class Replayer:
         return self.summary
 
     async def _run_section(self, section: Section, capabilities: executor_pb2.GetCapabilitiesResponse) -> None:
-        epoch = await self._executor.begin(section.header.num_blocks)
+        epoch = await self._executor.initialize(section.header.num_blocks)
+        stream = self._executor.stream()
         self._comparer.begin_section()
         self._in_flight.clear()
         self._request_ids = {row.row.row_id: row.row.request_id for row in section.rows}
@@ -150,25 +151,25 @@ class Replayer:
             while True:
                 for plan in plans:
                     while len(self._in_flight) >= depth:
-                        await self._receive(section)
+                        await self._receive(stream, section)
                     plan.request.epoch.CopyFrom(epoch)
                     self._in_flight.append(plan)
-                    await self._executor.send(plan.request)
+                    await stream.send(plan.request)
                 if (recorded := section.next_plan()) is None:
                     break
                 self._request_ids |= {row.row_id: row.request_id for row in recorded.new_rows}
                 plans = maker.plans_for(recorded)
             while self._in_flight:
-                await self._receive(section)
+                await self._receive(stream, section)
         finally:
+            stream.cancel()
             self.summary.seconds += time.perf_counter() - started_s
             self.summary.num_prepared_rows += maker.num_prepared_rows
             self.summary.num_skipped_rows += maker.num_skipped_rows
-        self._executor.end()
 
-    async def _receive(self, section: Section) -> None:
+    async def _receive(self, stream: PlanStream, section: Section) -> None:
         """Take the oldest result in and compare it."""
-        got = await self._executor.receive()
+        got = await stream.receive()
         plan = self._in_flight.popleft()
         if got.step_id != plan.request.step_id:
             raise SetupError(f"the executor answered plan {got.step_id} instead of {plan.request.step_id}")

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tokenloom.api.v1 import executor_pb2
-from tokenloom.conformance.executor_client import ExecutorClient
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.conformance.lab import Lab, Row
 from tokenloom.conformance.results import Failed, Skipped, result_of
 

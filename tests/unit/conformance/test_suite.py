@@ -10,10 +10,10 @@ import pytest
 
 from tokenloom.api.v1 import executor_pb2
 from tokenloom.common.errors import InvalidArgument, SetupError
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.conformance import __main__ as command
 from tokenloom.conformance import suite
 from tokenloom.conformance.check import CHECKS, Check, add_check
-from tokenloom.conformance.executor_client import ExecutorClient
 from tokenloom.conformance.lab import Lab
 from tokenloom.conformance.results import Failed, Skipped
 from tokenloom.conformance.suite import Outcome, Report, selected

@@ -11,8 +11,8 @@ from typing import Any, cast
 from tests.fake_executor import FakeExecutor
 from tokenloom.api.v1 import common_pb2, executor_pb2
 from tokenloom.common.errors import Unavailable
+from tokenloom.common.executor_client import ExecutorClient
 from tokenloom.common.recording import MAGIC, RecordingReader, framed
-from tokenloom.replay.executor_client import ExecutorClient
 from tokenloom.replay.replayer import Replayer, ReplayOptions, Summary
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.convert import RowPayload
@@ -106,7 +106,7 @@ class InProcess:
     async def capabilities(self) -> executor_pb2.GetCapabilitiesResponse:
         return self._executor.capabilities
 
-    async def begin(self, num_blocks: int) -> executor_pb2.Epoch:
+    async def initialize(self, num_blocks: int) -> executor_pb2.Epoch:
         request = executor_pb2.InitializeRequest(num_blocks=num_blocks)
         self._results.clear()
         self._last_step_id = None
@@ -122,7 +122,10 @@ class InProcess:
             raise Unavailable("the executor ended the stream")
         return self._results.popleft()
 
-    def end(self) -> None:
+    def stream(self) -> InProcess:
+        return self
+
+    def cancel(self) -> None:
         pass
 
 

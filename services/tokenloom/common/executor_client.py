@@ -1,4 +1,4 @@
-"""The connection to the executor under test."""
+"""The connection of a command that feeds plans to an executor: one that checks or replays, not the scheduler's."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ async def answer_of(call: Any, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             return await call
     except TimeoutError:
-        raise DeadlineExceeded(f"no answer for {timeout_s:g} s") from None
+        raise DeadlineExceeded(f"the executor gave no answer for {timeout_s:g} s") from None
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
