@@ -265,3 +265,11 @@ def test_rule_4_many_that_wait_for_a_prefix_do_not_hold_up_a_stranger_behind_the
     engine.add(Request("stranger", [2, 3], 1))
     engine.step()
     assert engine.finish_reasons["stranger"] is FinishReason.LENGTH
+
+
+def test_short_prompts_are_not_cut_for_those_behind_them() -> None:
+    config = SchedulerConfig(block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    engine = ShadowEngine(config, num_blocks=256, next_token=coin)
+    for i in range(8):
+        engine.add(Request(str(i), [i % 2, *([i // 2 % 2] * 15)], 1, cache_salt=str(i)))
+    assert [row.num_scheduled_tokens for row in planned(engine).rows] == [16] * 4

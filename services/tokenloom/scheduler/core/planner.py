@@ -1,10 +1,11 @@
 """Making a plan: who runs in the next step, with how many tokens and which blocks.
 
 Running requests that lack one token (decodes) come first. Then prompts, running and waiting ones alike, in the order of
-service: class, tenant's counter, deadline, arrival (waiting_queue.py). A prompt that lacks more than half of what is
-left of the budget gets that half, so that there is room for those behind it; what nobody used goes to the prompts that
-were cut. A prompt alone that needs several steps gets half of the budget in each: whoever comes next waits for the
-plans in flight, which are half as long then. Who finds no block, row or share makes others give way (preemption.py).
+service: class, tenant's counter, deadline, arrival (waiting_queue.py). A long prompt, one that lacks more than half of
+the budget, gets half of what is left of it, so that there is room for those behind it; what nobody used goes to the
+prompts that were cut. A prompt alone that needs several steps gets half of the budget in each: whoever comes next waits
+for the plans in flight, which are half as long then. Who finds no block, row or share makes others give way
+(preemption.py).
 """
 
 from __future__ import annotations
@@ -238,10 +239,10 @@ class Planner:
         self._plan_prompt_row(draft, request, num_new, found + new_block_ids, is_new=True)
 
     def _chunk(self, draft: _Draft, request: Request, has_others: bool) -> int:
-        """Tokens of a prompt for this step: what it lacks; half of what is left if others want it or it lacks more."""
+        """Tokens of a prompt for this step: what it lacks; if it is long, half of what is left for it and others."""
         left, lacking = self._budget_left(draft.plan), request.num_lacking_tokens
-        is_long_and_alone = not draft.chunks and lacking > left
-        if has_others or is_long_and_alone:
+        is_long = lacking > self._state.config.max_num_batched_tokens // 2
+        if is_long and (has_others or (not draft.chunks and lacking > left)):
             left = max(left // 2, min(left, self._state.config.block_size))
         return min(lacking, left)
 
