@@ -106,6 +106,7 @@ class EngineServiceSessionRequest(_message.Message):
     FINISHES_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    DETACHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message only."""
@@ -130,6 +131,10 @@ class EngineServiceSessionRequest(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPolicy]:
         """Tenants that this session's submits name: before the first one, and again when a policy changed."""
 
+    @_builtins.property
+    def detaches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Detach]:
+        """Resumable requests whose clients went away and may come back."""
+
     def __init__(
         self,
         *,
@@ -139,10 +144,11 @@ class EngineServiceSessionRequest(_message.Message):
         finishes: _abc.Iterable[Global___Finish] | None = ...,
         cancels: _abc.Iterable[Global___Cancel] | None = ...,
         tenants: _abc.Iterable[Global___TenantPolicy] | None = ...,
+        detaches: _abc.Iterable[Global___Detach] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attaches", b"attaches", "cancels", b"cancels", "finishes", b"finishes", "hello", b"hello", "submits", b"submits", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attaches", b"attaches", "cancels", b"cancels", "detaches", b"detaches", "finishes", b"finishes", "hello", b"hello", "submits", b"submits", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,7 +284,9 @@ class Submit(_message.Message):
     age_ms: _builtins.int
     """Time since the request was first submitted; set on resubmission, which is exempt from bounds, limits and charging."""
     resumable: _builtins.bool
-    """Keep finished ids for readers that come back."""
+    """Its client may go away and come back: it goes on without a reader for a while (scheduler's resumable_s, 60 s), and
+    what it generated is kept as long after its end. A Submit of the same id (and tenant, salt, prompt) reads it.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, at least one token, each below the vocabulary size."""
@@ -425,6 +433,28 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Detach(_message.Message):
+    """The client of a resumable request went away; nothing more is told of this handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """Which request. One that is not resumable is cancelled."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Detach: _TypeAlias = Detach  # noqa: Y015
+
+@_typing.final
 class EngineServiceSessionResponse(_message.Message):
     """Engine to tokenizer, at most one message per step. The parts of one message are taken in field order, so consecutive
     messages merge by concatenating their fields.
@@ -509,6 +539,7 @@ class Welcome(_message.Message):
     MAX_NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of this schema that the engine speaks."""
     engine_epoch: _builtins.str
@@ -531,6 +562,8 @@ class Welcome(_message.Message):
     """Requests that may wait."""
     max_num_logprobs: _builtins.int
     """Most logprobs per token."""
+    heartbeat_ms: _builtins.int
+    """Longest silence of a scheduler that is well, in milliseconds: then it sends a message with nothing in it. 0: unknown."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence tokens."""
@@ -555,10 +588,11 @@ class Welcome(_message.Message):
         max_num_logprobs: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         default_sampling: _common_pb2.SamplingParams | None = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "default_sampling", b"default_sampling", "engine_epoch", b"engine_epoch", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "max_num_logprobs", b"max_num_logprobs", "max_num_waiting", b"max_num_waiting", "model_id", b"model_id", "schema_revision", b"schema_revision", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "default_sampling", b"default_sampling", "engine_epoch", b"engine_epoch", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "heartbeat_ms", b"heartbeat_ms", "max_model_len", b"max_model_len", "max_num_logprobs", b"max_num_logprobs", "max_num_waiting", b"max_num_waiting", "model_id", b"model_id", "schema_revision", b"schema_revision", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,6 +806,7 @@ class Load(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_EXECUTOR_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running set."""
     num_waiting: _builtins.int
@@ -788,6 +823,8 @@ class Load(_message.Message):
     """Free blocks whose content is known."""
     max_num_seqs: _builtins.int
     """Most rows of a plan."""
+    waits_for_executor: _builtins.bool
+    """Nothing runs: there is no executor, or it hangs or stops. Requests wait for it."""
     def __init__(
         self,
         *,
@@ -799,10 +836,11 @@ class Load(_message.Message):
         tokens_per_second: _builtins.float = ...,
         num_cached_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        waits_for_executor: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "tokens_per_second", b"tokens_per_second", "waits_for_executor", b"waits_for_executor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

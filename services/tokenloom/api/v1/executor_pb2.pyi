@@ -135,16 +135,22 @@ class InitializeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks to lay out, the null block 0 included; at most max_num_blocks."""
+    heartbeat_ms: _builtins.int
+    """How often the scheduler wants to hear of the executor on the epoch's stream, in milliseconds: when no result came for
+    so long, a heartbeat does. 0: results alone.
+    """
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,6 +412,7 @@ class ExecuteResponse(_message.Message):
     STEP_ERROR_FIELD_NUMBER: _builtins.int
     READY_GRAMMAR_KEYS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The plan."""
     @_builtins.property
@@ -452,6 +459,10 @@ class ExecuteResponse(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """This is no result, but the executor's sign of life: no other field is set. Only sent if Initialize asked."""
+
     def __init__(
         self,
         *,
@@ -467,14 +478,43 @@ class ExecuteResponse(_message.Message):
         step_error: _common_pb2.Error | None = ...,
         ready_grammar_keys: _abc.Iterable[_builtins.str] | None = ...,
         timings: Global___StepTimings | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step_error", b"step_error", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "step_error", b"step_error", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "num_logprobs_per_token", b"num_logprobs_per_token", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "ready_grammar_keys", b"ready_grammar_keys", "row_errors", b"row_errors", "row_ids", b"row_ids", "sampled_token_ids", b"sampled_token_ids", "step_error", b"step_error", "step_id", b"step_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "num_logprobs_per_token", b"num_logprobs_per_token", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "ready_grammar_keys", b"ready_grammar_keys", "row_errors", b"row_errors", "row_ids", b"row_ids", "sampled_token_ids", b"sampled_token_ids", "step_error", b"step_error", "step_id", b"step_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    """How an executor gets on with the plans it has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    progress: _builtins.int
+    """Rises while a plan runs (with each layer, say). A plan in flight that does not move it hangs."""
+    draining: _builtins.bool
+    """The executor is about to stop: it runs the plans that it gets, but rows that have begun should end soon, and no new
+    ones come.
+    """
+    def __init__(
+        self,
+        *,
+        progress: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class RowPromptLogprobs(_message.Message):

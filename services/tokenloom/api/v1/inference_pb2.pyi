@@ -159,6 +159,26 @@ class GenerationOptions(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class NumSkippedTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
@@ -176,6 +196,7 @@ class GenerationOptions(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     FINISHED_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model asked for; empty takes the one served. Another name is NOT_FOUND."""
     include_stop_string: _builtins.bool
@@ -195,7 +216,7 @@ class GenerationOptions(_message.Message):
     remaining_time_ms: _builtins.int
     """Time left for this request. Absent: no deadline but the call's own."""
     resumable: _builtins.bool
-    """Keep the request for a takeover when its client goes away."""
+    """Keep the request for a while when its client goes away, and its ids after its end; see num_skipped_tokens."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Sampling; see there for the defaults."""
@@ -221,13 +242,20 @@ class GenerationOptions(_message.Message):
 
     @_builtins.property
     def finished_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With resume_token_ids: indexes of choices that had ended. Nothing of them is generated or told again; their ids
-        count in the usage.
+        """With resume_token_ids or num_skipped_tokens: indexes of choices that had ended. Nothing of them is generated or told
+        again; their tokens count in the usage.
         """
 
     @_builtins.property
     def num_cached_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """With resume_token_ids: what Delta.num_cached_tokens told, by choice index. Only for the usage."""
+
+    @_builtins.property
+    def num_skipped_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """The client of a resumable request is back: tokens of each choice, by its index, that it has already. Their ids are
+        taken from the engine (or made again with the same seed), their text is not told again, and deltas begin behind
+        them. With finished_choices: those were told whole. Not together with resume_token_ids.
+        """
 
     def __init__(
         self,
@@ -249,10 +277,11 @@ class GenerationOptions(_message.Message):
         resumable: _builtins.bool = ...,
         finished_choices: _abc.Iterable[_builtins.int] | None = ...,
         num_cached_tokens: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        num_skipped_tokens: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "grammar", b"grammar", "num_choices", b"num_choices", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "finished_choices", b"finished_choices", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "request_id", b"request_id", "resumable", b"resumable", "resume_token_ids", b"resume_token_ids", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_priority_class", b"_priority_class", "_remaining_time_ms", b"_remaining_time_ms", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "finished_choices", b"finished_choices", "grammar", b"grammar", "include_stop_string", b"include_stop_string", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_skipped_tokens", b"num_skipped_tokens", "priority_class", b"priority_class", "remaining_time_ms", b"remaining_time_ms", "request_id", b"request_id", "resumable", b"resumable", "resume_token_ids", b"resume_token_ids", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_strings", b"stop_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -793,6 +822,7 @@ class SessionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     CANCELLED_HANDLES_FIELD_NUMBER: _builtins.int
+    DETACHED_HANDLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """First message only."""
@@ -805,16 +835,21 @@ class SessionRequest(_message.Message):
     def cancelled_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles whose clients went away."""
 
+    @_builtins.property
+    def detached_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles of resumable requests whose clients went away and may come back; nothing more is told of them."""
+
     def __init__(
         self,
         *,
         hello: Global___SessionHello | None = ...,
         starts: _abc.Iterable[Global___SessionStart] | None = ...,
         cancelled_handles: _abc.Iterable[_builtins.int] | None = ...,
+        detached_handles: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_handles", b"cancelled_handles", "hello", b"hello", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_handles", b"cancelled_handles", "detached_handles", b"detached_handles", "hello", b"hello", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -922,6 +957,7 @@ class SessionResponse(_message.Message):
     COMPLETED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """No new requests, please: the stage is about to stop."""
     @_builtins.property
@@ -948,6 +984,10 @@ class SessionResponse(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionFailed]:
         """Requests that ended badly, before or after they were accepted."""
 
+    @_builtins.property
+    def load(self) -> Global___SessionLoad:
+        """How busy the tokenizer is; from time to time."""
+
     def __init__(
         self,
         *,
@@ -958,10 +998,11 @@ class SessionResponse(_message.Message):
         completed: _abc.Iterable[Global___SessionCompleted] | None = ...,
         failed: _abc.Iterable[Global___SessionFailed] | None = ...,
         draining: _builtins.bool = ...,
+        load: Global___SessionLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "outputs", b"outputs", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices_finished", b"choices_finished", "completed", b"completed", "draining", b"draining", "failed", b"failed", "outputs", b"outputs", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices_finished", b"choices_finished", "completed", b"completed", "draining", b"draining", "failed", b"failed", "load", b"load", "outputs", b"outputs", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,23 +1016,49 @@ class SessionWelcome(_message.Message):
 
     SCHEMA_REVISION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of this schema that the tokenizer speaks."""
     model: _builtins.str
     """The model served."""
+    heartbeat_ms: _builtins.int
+    """Longest silence of a tokenizer that is well, in milliseconds: then it sends a message. 0: unknown."""
     def __init__(
         self,
         *,
         schema_revision: _builtins.int = ...,
         model: _builtins.str = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "schema_revision", b"schema_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "model", b"model", "schema_revision", b"schema_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionWelcome: _TypeAlias = SessionWelcome  # noqa: Y015
+
+@_typing.final
+class SessionLoad(_message.Message):
+    """How busy the tokenizer is, with all its callers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    num_choices: _builtins.int
+    """Choices in flight."""
+    def __init__(
+        self,
+        *,
+        num_choices: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_choices", b"num_choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionLoad: _TypeAlias = SessionLoad  # noqa: Y015
 
 @_typing.final
 class SessionAccepted(_message.Message):
