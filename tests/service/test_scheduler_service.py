@@ -390,10 +390,13 @@ def test_a_drain_refuses_new_requests_and_finishes_the_running_ones(tmp_path: Pa
             draining = asyncio.create_task(stage.drain(5.0))
             await asyncio.sleep(0.01)
             await tokenizer.send(submits=[submit(2, [6], 30)])
-            await tokenizer.read_until_ended(1, 2)
+            await tokenizer.send(submits=[submit(3, [5], 30, request_id="request-1", age_ms=1)])
+            await tokenizer.read_until_ended(1, 2, 3)
             await draining
-            assert tokenizer.tokens[1] == continuation([5], 30)
+            taken_over = tokenizer.tokens[1] + tokenizer.tokens[3][len(tokenizer.tokens[1]) :]
+            assert taken_over == tokenizer.tokens[3] == continuation([5], 30), "what runs may be taken over"
             assert tokenizer.rejected[2].code == grpc.StatusCode.UNAVAILABLE.value[0]
+            assert tokenizer.rejected[2].reason == "DRAINING", "which tells tokenizers to keep it"
             assert any(frame.draining for frame in tokenizer.frames)
             await tokenizer.close()
 

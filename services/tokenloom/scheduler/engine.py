@@ -70,6 +70,7 @@ class Engine:
         self._timer_s: float | None = None
         self._is_pump_due = False
         self._is_draining = False
+        self._is_stopped = False
         self.registry = Registry()
         self._teller = NewsTeller(self.registry)
         self._reporter = LoadReporter(self.load, self.registry.tell_load)
@@ -103,7 +104,8 @@ class Engine:
 
     def lose_session(self, session: TokenizerSession) -> None:
         """A tokenizer's stream ended; its requests wait `takeover_s` for another one."""
-        if left := self.registry.lose(session):
+        left = self.registry.lose(session)
+        if left and not self._is_stopped:
             losses = [(stream, stream.num_losses) for stream in left]
             self._loop.call_later(self._settings.takeover_s, self._abort_orphans, losses)
 
@@ -146,9 +148,10 @@ class Engine:
         self._pump_soon()
 
     def _add(self, request: Request, is_resubmission: bool) -> None:
-        if self.core is None or self._is_draining:
-            why = "the engine is stopping" if self._is_draining else "the executor is not ready yet"
-            raise Unavailable(why, retry_after_s=OVERLOAD_RETRY_S)
+        if self._is_draining:  # tokenizers keep it for the next engine
+            raise Unavailable("the engine is about to stop", reason="DRAINING", retry_after_s=OVERLOAD_RETRY_S)
+        if self.core is None:
+            raise Unavailable("the executor is not ready yet", retry_after_s=OVERLOAD_RETRY_S)
         now = time.monotonic()
         try:
             displaced = self.core.add_request(request, now, is_resubmission=is_resubmission)
@@ -186,7 +189,7 @@ class Engine:
         return num_flushed
 
     def drain(self) -> None:
-        """Take no new requests and tell the tokenizers."""
+        """Take no new requests and tell the tokenizers; what runs or waits here goes on, also if it is attached."""
         self._is_draining = True
         self.readiness_changed.set()
         for session in self.registry.sessions:
@@ -197,19 +200,21 @@ class Engine:
         await self.registry.wait_until_idle(limit_s)
 
     def stop(self) -> None:
-        """End what is left, with an error that says why."""
-        error = Unavailable("the engine stopped before the request was done", reason="STOPPED")
-        for request_id in list(self.registry.streams):
-            self._end(request_id, FinishReason.ERROR, error)
+        """Close the sessions. What is left does not fail: tokenizers keep it and bring it to the next engine."""
+        self._is_draining = self._is_stopped = True
+        if left := list(self.registry.streams.values()):
+            log.info("%d requests are left to the next engine", len(left))
+        handed_over = Unavailable("the engine stopped before the request was done", reason="STOPPED")
+        for stream in left:
+            end_request_span(stream, handed_over)
         if self._timer is not None:
             self._timer.cancel()
         self._reporter.stop()
         for session in self.registry.sessions:
             session.outbox.close()
 
-    def _end(self, request_id: str, reason: FinishReason, error: TokenloomError | None = None) -> None:
+    def _end(self, request_id: str, reason: FinishReason) -> None:
         if self.core is not None and (ended := self.core.finish(request_id, reason)) is not None:
-            ended.error = error
             self._teller.tell([ended], time.monotonic())
             self._pump_soon()
 

@@ -53,19 +53,19 @@ class SchedulerStage:
         ]
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait for the running ones."""
+        """Give new requests back to the tokenizers, which keep them for the next engine; wait for those here."""
         self.engine.drain()
         await self.server.set_serving(False)
         await self.engine.wait_until_idle(grace_s)
 
     async def stop(self) -> None:
-        """End what is left."""
-        self.engine.stop()
-        await self.server.stop(1.0)
+        """Leave the executor, hand what is left over to the tokenizers, close everything."""
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self.engine.stop()
+        await self.server.stop(1.0)
         await asyncio.to_thread(self._recorder.close)
 
     async def _follow_executor(self) -> None:

@@ -7,6 +7,9 @@ each of them again: same request id, same seed, the ids it already has as `resum
 index of their first token, so what arrives twice is cut off by arithmetic and a gap is a fault. A choice whose tokens
 were all there already is ended here. After `takeover_limit_s` without a session, everything in flight fails with
 Unavailable, and so does every new submission until a session is up again.
+
+**An engine that is about to stop** runs what it has, gives back what is new, and ends the session at last. What it gave
+back waits for the next session, as do the choices that it did not get done.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _MAX_HANDLE = (1 << 32) - 1
 _RETRY_AFTER_S = 1.0
+_DRAINING = "DRAINING"
 
 
 class EngineClient:
@@ -107,7 +111,7 @@ class EngineClient:
 
     @property
     def is_up(self) -> bool:
-        """A session is up and takes requests."""
+        """A session is up and runs new requests."""
         return self._is_up and not self._is_draining
 
     @property
@@ -142,12 +146,10 @@ class EngineClient:
 
         Without a session it waits for the next one, within the takeover limit.
 
-        Raises: Unavailable if the engine takes no requests; ResourceExhausted if too many wait to be written. Nothing
-            was changed then.
+        Raises: Unavailable if there is no engine; ResourceExhausted if too many wait to be written. Nothing was changed
+            then.
         """
         _ = self.info
-        if self._is_draining:
-            raise Unavailable("the engine is about to stop", reason="DRAINING", retry_after_s=_RETRY_AFTER_S)
         if self._outbox.num_submitted_ids > self._max_queued_ids:
             raise ResourceExhausted("too many requests wait for the engine", retry_after_s=_RETRY_AFTER_S)
         handle = self._new_handle()
@@ -278,6 +280,7 @@ class EngineClient:
         self._outbox.add_tenants(self._tenants)
         for entry in self._living.values():
             entry.is_in_session = False
+            entry.was_sent_before = entry.was_sent
         for handle, entry in list(self._living.items()):
             if self._tell(handle, "end_if_complete"):
                 self._living.pop(handle, None)
@@ -292,7 +295,8 @@ class EngineClient:
 
     def _on_down(self, why: str) -> None:
         if self._is_up or why != self._down_reason:  # each reason once, however often it is tried again
-            log.log(logging.WARNING if self._info else logging.INFO, "no engine session: %s", why)
+            is_expected = self._info is None or self._is_draining
+            log.log(logging.INFO if is_expected else logging.WARNING, "no engine session: %s", why)
         self._down_reason = why
         self._is_up = False
         self._take_load(None)
@@ -322,6 +326,9 @@ class EngineClient:
     def _take(self, frame: engine_pb2.EngineServiceSessionResponse) -> None:
         """Hand what a frame brought to the listeners, in the order of its fields."""
         for rejected in frame.rejected:
+            if rejected.error.reason == _DRAINING:
+                self._keep(rejected.handle)
+                continue
             self._tell(rejected.handle, "on_failed", from_proto(rejected.error))
             self._living.pop(rejected.handle, None)
         for accepted in frame.accepted:
@@ -341,6 +348,11 @@ class EngineClient:
             log.info("the engine is about to stop")
             self._is_draining = True
             self._on_state(False)
+
+    def _keep(self, handle: int) -> None:
+        """Keep a choice that the engine gave back because it stops, for the next session."""
+        if (entry := self._living.get(handle)) is not None:
+            entry.is_in_session, entry.was_sent = False, entry.was_sent_before
 
     def _take_load(self, load: EngineLoad | None) -> None:
         """Note what the engine said last; None: nothing is known."""

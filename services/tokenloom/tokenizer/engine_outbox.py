@@ -61,11 +61,13 @@ class InFlight:
 
     Args:
         was_sent: the engine may have it already.
+        was_sent_before: the engine of an earlier session may have it.
         is_in_session: it was sent, or is about to be, in the session that is up now.
     """
 
     listener: EngineListener
     was_sent: bool = False
+    was_sent_before: bool = False
     is_in_session: bool = False
 
 
