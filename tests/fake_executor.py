@@ -10,7 +10,7 @@ import asyncio
 import math
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,13 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         hold_back: a result is sent only when so many later plans have arrived; with the last plans, when no more come,
             only `release()` lets them go.
         step_s: how long a step takes.
+
+    Attributes:
+        may_beat: heartbeats are sent, if the scheduler asked for them.
+        progress: what they tell; it rises with every plan.
     """
+
+    may_beat = True
 
     def __init__(
         self,
@@ -137,6 +143,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.rows: dict[int, FakeRow] = {}
         self.kv: dict[int, list[int]] = {}
         self.num_blocks = 0
+        self.heartbeat_s = 0.0
+        self.progress = 0
         self._num_epochs_before = 0
 
     # --- what tests look at -------------------------------------------------------------------------------------
@@ -167,6 +175,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.void_stream()
         self.counter += 1
         self.is_epoch_over = False
+        self.heartbeat_s = request.heartbeat_ms / 1000
         self.num_blocks = request.num_blocks
         self.rows.clear()
         self.kv.clear()
@@ -197,6 +206,34 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: Any
     ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
+        results = self._results(request_iterator)
+        heartbeat_s = self.heartbeat_s or None
+        if heartbeat_s and self.may_beat:
+            yield self.heartbeat()
+        pending: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                pending = pending or asyncio.ensure_future(anext(results, None))
+                done, _ = await asyncio.wait((pending,), timeout=heartbeat_s)
+                if not done and self.may_beat:
+                    yield self.heartbeat()
+                elif done:
+                    if (result := pending.result()) is None:
+                        return
+                    pending = None
+                    yield result
+        finally:
+            if pending is not None and not pending.done():
+                pending.cancel()
+                await asyncio.wait((pending,))
+            await results.aclose()
+
+    def heartbeat(self) -> executor_pb2.ExecuteResponse:
+        return executor_pb2.ExecuteResponse(heartbeat=executor_pb2.Heartbeat(progress=self.progress))
+
+    async def _results(
+        self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest]
+    ) -> AsyncGenerator[executor_pb2.ExecuteResponse, None]:
         arrived: asyncio.Queue[Any] = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, arrived))
         waiting: deque[executor_pb2.ExecuteRequest] = deque()
@@ -218,6 +255,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                         await asyncio.sleep(self.step_s)
                     plan = self.take(waiting)
                     self.check_epoch(plan, arrived)
+                    self.progress += 1
                     yield self.run(plan, last_step_id)
                     last_step_id = plan.step_id
         finally:

@@ -40,7 +40,7 @@ from tokenloom.scheduler.convert import RowPayload
 from tokenloom.scheduler.core.plan import SchedulerOutput
 from tokenloom.scheduler.core.request import FinishReason, Request
 from tokenloom.scheduler.engine import Engine
-from tokenloom.scheduler.executor_client import ExecutorClient
+from tokenloom.scheduler.executor_client import ExecutorClient, StallLimits
 from tokenloom.scheduler.sessions import Stream, TokenizerSession
 
 ARRANGEMENTS = ("local", "execute", "session")
@@ -211,7 +211,7 @@ async def _local(max_num_rows: int, depth: int) -> AsyncIterator[_Driver]:
 async def _execute(max_num_rows: int, depth: int) -> AsyncIterator[_Driver]:
     async with running_executor(StackSettings(StepCost(0.0))) as address:
         settings = _settings(max_num_rows, depth, executor=address)
-        client = ExecutorClient(address, "", lambda can: can.num_blocks(settings), settings.step_timeout_s)
+        client = ExecutorClient(address, "", lambda can: can.num_blocks(settings), StallLimits.of(settings))
         engine = Engine(settings, client)
         task = asyncio.create_task(client.run(engine))
         try:

@@ -84,6 +84,10 @@ class LetsStreamsMeet(Fake):
         super().check_epoch(plan, stream)
 
 
+class SendsNoHeartbeats(Fake):
+    may_beat = False
+
+
 class DropsPlansAtHalfClose(Fake):
     async def _read(self, plans: AsyncIterator[Plan], arrived: asyncio.Queue[Any]) -> None:
         async for plan in plans:
@@ -233,6 +237,7 @@ MUTANTS: dict[str, Callable[[], Fake]] = {
     "initialize-ends-stream": LeavesOldStreamsOpen,
     "epoch-ends-with-stream": KeepsEpochsWithoutStream,
     "one-stream-per-epoch": LetsStreamsMeet,
+    "heartbeats": SendsNoHeartbeats,
     "half-close": DropsPlansAtHalfClose,
     "results-in-order": TakesTheNewestPlanFirst,
     "finish-only": finding(lambda _, plan: not plan.row_ids),

@@ -211,6 +211,7 @@ class Gateway:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel or stack.channel)
         self.call: Any = stub.Session(metadata=bearer_metadata(token))
         self.frames: list[inference_pb2.SessionResponse] = []
+        self.loads: list[inference_pb2.SessionLoad] = []
         self.texts: dict[tuple[int, int], str] = {}
         self.extras: dict[int, list[inference_pb2.Delta]] = {}
         self.token_ids: dict[tuple[int, int], list[int]] = {}
@@ -235,6 +236,9 @@ class Gateway:
             self._take(frame)
 
     def _take(self, frame: inference_pb2.SessionResponse) -> None:
+        if frame.HasField("load"):
+            self.loads.append(frame.load)
+            return
         self.frames.append(frame)
         for accepted in frame.accepted:
             assert accepted.handle not in self.accepted

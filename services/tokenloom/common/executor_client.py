@@ -38,9 +38,9 @@ class ExecutorClient:
         answer: executor_pb2.GetCapabilitiesResponse = await answer_of(call, self._timeout_s)
         return answer
 
-    async def initialize(self, num_blocks: int) -> executor_pb2.Epoch:
-        """Initialize."""
-        request = executor_pb2.InitializeRequest(num_blocks=num_blocks)
+    async def initialize(self, num_blocks: int, heartbeat_ms: int = 0) -> executor_pb2.Epoch:
+        """Initialize; without heartbeats unless they are asked for."""
+        request = executor_pb2.InitializeRequest(num_blocks=num_blocks, heartbeat_ms=heartbeat_ms)
         call = self._stub.Initialize(request, metadata=self._metadata, timeout=self._timeout_s)
         epoch: executor_pb2.Epoch = (await answer_of(call, self._timeout_s)).epoch
         return epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 
 from tokenloom.api.v1 import executor_pb2
@@ -10,6 +11,9 @@ from tokenloom.common.schema import SCHEMA_REVISION
 from tokenloom.conformance.check import check
 from tokenloom.conformance.lab import Epoch, Lab
 from tokenloom.conformance.results import Failed
+
+_HEARTBEAT_MS = 100
+_QUIET_S = 0.3
 
 
 async def _ends_with_failed_precondition(read: Awaitable[object], what: str) -> None:
@@ -163,6 +167,39 @@ async def results_in_order(lab: Lab) -> str:
     for step_id in step_ids:
         await epoch.result(step_id)
     return f"{len(step_ids)} plans in flight"
+
+
+@check("heartbeats")
+async def heartbeats(lab: Lab) -> str:
+    """If Initialize asks for heartbeats, they come on a silent stream, say nothing else, and never count backwards."""
+    epoch = await lab.epoch(_HEARTBEAT_MS)
+    seen = [await _heartbeat(epoch), await _heartbeat(epoch)]
+    plan = epoch.plan([epoch.part(epoch.row(lab.prompt(3)))])
+    await epoch.stream.send(plan)
+    while (response := await epoch.stream.receive()).HasField("heartbeat"):
+        seen.append(response.heartbeat.progress)
+    if response.step_id != plan.step_id:
+        raise Failed(f"the result of plan {response.step_id} came where that of plan {plan.step_id} was due")
+    seen.append(await _heartbeat(epoch))
+    if seen != sorted(seen):
+        raise Failed(f"progress went {seen}")
+    quiet = await lab.epoch()
+    try:
+        async with asyncio.timeout(_QUIET_S):
+            await quiet.stream.read()
+    except TimeoutError:
+        return f"progress {seen}"
+    raise Failed("a response came that was not asked for")
+
+
+async def _heartbeat(epoch: Epoch) -> int:
+    """The progress that the next response tells, which must be a heartbeat."""
+    response = await epoch.stream.receive()
+    if not response.HasField("heartbeat"):
+        raise Failed(f"a result of plan {response.step_id} came instead of a heartbeat")
+    if response != executor_pb2.ExecuteResponse(heartbeat=response.heartbeat):
+        raise Failed("a heartbeat has other fields beside it")
+    return response.heartbeat.progress
 
 
 async def _send_some(epoch: Epoch, lab: Lab) -> list[int]:

@@ -77,9 +77,9 @@ class Lab:
         for_one_plan = self.can.max_num_seqs + self.can.max_num_batched_tokens // self.can.block_size
         return min(self.can.max_num_blocks, max(_USUAL_BLOCKS, for_one_plan + _SPARE_BLOCKS))
 
-    async def epoch(self) -> Epoch:
+    async def epoch(self, heartbeat_ms: int = 0) -> Epoch:
         """Begin an epoch and open a stream in it."""
-        epoch = Epoch(self, await self.client.initialize(self.num_blocks))
+        epoch = Epoch(self, await self.client.initialize(self.num_blocks, heartbeat_ms))
         self._epochs.append(epoch)
         return epoch
 

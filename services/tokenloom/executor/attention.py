@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.executor.kv_cache import KVCache
+from tokenloom.executor.progress import Progress
 
 ATTENTION_NAME = "tokenloom"
 """Under this name transformers knows `paged_attention`."""
@@ -125,17 +126,25 @@ class AttentionBackend(Protocol):
 
 
 class PagedStep:
-    """One step's attention; models hand it through to every layer as the keyword argument `paged`."""
+    """One step's attention; models hand it through to every layer as the keyword argument `paged`.
 
-    def __init__(self, backend: AttentionBackend, cache: KVCache, metadata: StepMetadata) -> None:
+    Args:
+        progress: advanced with every layer; None: nobody looks.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, cache: KVCache, metadata: StepMetadata, progress: Progress | None = None
+    ) -> None:
         self._backend = backend
         self._cache = cache
+        self._progress = progress or Progress()
         self._slot_mapping = metadata.slot_mapping
         self._prepared = backend.prepare(metadata)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         """Store one layer's keys and values and attend; shapes as in `AttentionBackend`."""
         k_cache, v_cache = self._cache.layers[layer.index]
+        self._progress.advance()
         self._backend.store(key, value, k_cache, v_cache, self._slot_mapping)
         return self._backend.attend(query, k_cache, v_cache, self._prepared, layer)
 

@@ -13,9 +13,14 @@ from tokenloom.common.errors import FailedPrecondition
 
 
 class Epochs:
-    """The current epoch, and the one stream that runs its plans."""
+    """The current epoch, and the one stream that runs its plans.
+
+    Attributes:
+        heartbeat_s: longest silence on its stream that the scheduler wants; 0: any.
+    """
 
     def __init__(self) -> None:
+        self.heartbeat_s = 0.0
         self.boot_id = secrets.token_hex(8)
         self._counter = 0
         self._owner: object | None = None
@@ -26,8 +31,9 @@ class Epochs:
         """The stream that runs this epoch's plans."""
         return self._owner
 
-    def begin(self) -> int:
+    def begin(self, heartbeat_s: float = 0.0) -> int:
         """Begin a new epoch, which no stream owns yet; returns its counter."""
+        self.heartbeat_s = heartbeat_s
         self._counter += 1
         self._owner = None
         self._is_over = False

@@ -1,11 +1,16 @@
-"""One Execute stream: takes plans as they come, has them run in order, gives results in the same order."""
+"""One Execute stream: takes plans as they come, has them run in order, gives results in the same order.
+
+If the scheduler asked for heartbeats, one goes out at once and then whenever nothing did for as long as it said: from
+the event loop, also while a plan computes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +18,7 @@ from opentelemetry import trace
 
 from tokenloom.api.v1 import executor_pb2
 from tokenloom.common.errors import FailedPrecondition, Internal, InvalidArgument, TokenloomError
+from tokenloom.common.pulse import Pulse
 from tokenloom.executor import convert, metrics
 from tokenloom.executor.epochs import Epochs
 from tokenloom.executor.plan import Plan, Result, SamplingParams
@@ -32,6 +38,7 @@ class StreamParts:
     Args:
         worker: the one thread that runs everything on the model.
         defaults: sampling parameters of rows that leave them open.
+        is_draining: the executor is about to stop.
     """
 
     runner: Runner
@@ -39,6 +46,7 @@ class StreamParts:
     epochs: Epochs
     spans: RowSpans
     defaults: SamplingParams
+    is_draining: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,10 @@ class PlanStream:
     def __init__(self, parts: StreamParts) -> None:
         self._parts = parts
         self._slots = asyncio.Semaphore(MAX_PLANS_IN_FLIGHT)
-        self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue()  # bounded by the slots
+        self._in_flight: deque[_InFlight | None] = deque()  # bounded by the slots
+        self._has_news = asyncio.Event()
+        self._is_beat_due = False
+        self._heartbeat_s = parts.epochs.heartbeat_s
         self._last_step_id: int | None = None
         self.last_plan_s = time.monotonic()
 
@@ -67,33 +78,64 @@ class PlanStream:
                 await self._slots.acquire()
                 self.last_plan_s = time.monotonic()
                 plan = self._accept(request)
-                self._in_flight.put_nowait(plan)
+                self._put(plan)
                 if plan.outcome.done() and isinstance(plan.outcome.result(), FailedPrecondition):
                     return
         finally:
-            self._in_flight.put_nowait(None)
+            self._put(None)
 
     async def responses(self) -> AsyncIterator[executor_pb2.ExecuteResponse]:
-        """Results in the order of the plans.
+        """Results in the order of the plans, and heartbeats between them if they were asked for.
 
         Raises: FailedPrecondition after the results before it, if a plan is of another epoch.
         """
-        while (plan := await self._in_flight.get()) is not None:
-            try:
-                outcome = await plan.outcome
-            finally:
-                plan.span.end()
-            yield self._response(plan.step_id, outcome)
-            self._slots.release()
+        pulse = Pulse(self._heartbeat_s, self.beat)
+        self.beat()
+        try:
+            while True:
+                self._has_news.clear()
+                while self._in_flight and (self._in_flight[0] is None or self._in_flight[0].outcome.done()):
+                    if (plan := self._in_flight.popleft()) is None:
+                        return
+                    plan.span.end()
+                    response = self._response(plan.step_id, plan.outcome.result())
+                    pulse.note_sent()
+                    yield response
+                    self._slots.release()
+                if self._is_beat_due:
+                    self._is_beat_due = False
+                    pulse.note_sent()
+                    yield self._heartbeat()
+                else:
+                    await self._has_news.wait()
+        finally:
+            pulse.stop()
+
+    def beat(self) -> None:
+        """Send a heartbeat now, if the scheduler asked for any."""
+        if self._heartbeat_s:
+            self._is_beat_due = True
+            self._has_news.set()
+
+    def _heartbeat(self) -> executor_pb2.ExecuteResponse:
+        progress, is_draining = self._parts.runner.progress.count, self._parts.is_draining()
+        return executor_pb2.ExecuteResponse(heartbeat=executor_pb2.Heartbeat(progress=progress, draining=is_draining))
+
+    def _put(self, plan: _InFlight | None) -> None:
+        self._in_flight.append(plan)
+        if plan is None or plan.outcome.done():
+            self._has_news.set()
+        else:
+            plan.outcome.add_done_callback(lambda _: self._has_news.set())
 
     def void(self) -> None:
         """End the stream with FAILED_PRECONDITION once what is in flight is answered: a new epoch has begun."""
-        self._in_flight.put_nowait(_InFlight(0, trace.INVALID_SPAN, _known(_stale())))
+        self._put(_InFlight(0, trace.INVALID_SPAN, _known(_stale())))
 
     def end_spans(self) -> None:
         """End the spans of plans that nobody will be told of; to be called when the stream has ended."""
-        while not self._in_flight.empty():
-            if (plan := self._in_flight.get_nowait()) is not None:
+        while self._in_flight:
+            if (plan := self._in_flight.popleft()) is not None:
                 plan.span.end()
 
     def _accept(self, request: executor_pb2.ExecuteRequest) -> _InFlight:

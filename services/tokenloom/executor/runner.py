@@ -19,6 +19,7 @@ from tokenloom.executor.gate import ModelLayout
 from tokenloom.executor.kv_cache import KVCache
 from tokenloom.executor.model import PagedModel
 from tokenloom.executor.plan import Plan, PromptLogprobs, Result, RowFailure, SampledRow, StepTimings, TokenLogprobs
+from tokenloom.executor.progress import Progress
 from tokenloom.executor.row_checks import Limits
 from tokenloom.executor.rows import RowTable, ScheduledRow
 from tokenloom.executor.sampler import Sampler, SamplerRow, token_logprobs
@@ -41,9 +42,14 @@ class RunnerParts:
 
 
 class Runner:
-    """Executes plans on a model. Nothing can run before the first `initialize`."""
+    """Executes plans on a model. Nothing can run before the first `initialize`.
+
+    Attributes:
+        progress: rises while a plan runs; may be read from other threads.
+    """
 
     def __init__(self, parts: RunnerParts) -> None:
+        self.progress = Progress()
         self._parts = parts
         self._rows = RowTable(parts.limits, parts.model.device)
         self._cache: KVCache | None = None
@@ -85,7 +91,7 @@ class Runner:
         if good:
             try:
                 batch = build_batch(good, self._parts.limits.block_size, self._parts.model.device)
-                step = PagedStep(self._parts.backend, self._cache, batch.metadata)
+                step = PagedStep(self._parts.backend, self._cache, batch.metadata, self.progress)
                 timings.prepare_us = clock.lap_us()
                 hidden = self._parts.model.hidden_states(batch.input_ids, batch.positions, step)
                 sampling = [i for i, s in enumerate(batch.rows) if s.is_sampling]
@@ -98,6 +104,7 @@ class Runner:
                 for s in good:
                     s.row.failure = Internal("an earlier step of this row failed", reason="STEP_FAILED")
                 raise
+        self.progress.advance()
         return Result(plan.step_id, sampled, prompt_logprobs, _failures(scheduled), timings)
 
     def _last_logits(self, batch: Batch, sampling: list[int], hidden: Tensor) -> Tensor:
@@ -136,6 +143,7 @@ class Runner:
             for start in range(s.first, end, LOGITS_SLICE):
                 stop = min(start + LOGITS_SLICE, end)
                 offset = first_token - s.first
+                self.progress.advance()
                 logits = self._parts.model.logits(hidden[offset + start : offset + stop])
                 if not bool(logits.isfinite().all()):
                     row.failure = Internal("the model's logits are not finite", reason="LOGITS_NOT_FINITE")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "tokenloom.api.v1.ExecutorService"
 _LOAD_LIMIT_S = 600.0
 _IDLE_S = 1.0
+_LEAST_HEARTBEAT_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     Args:
         worker: the one thread that runs everything on the model; owned by the caller.
+
+    Attributes:
+        is_draining: told with each heartbeat.
     """
 
     def __init__(self, worker: ThreadPoolExecutor) -> None:
@@ -51,6 +55,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         self._epochs = Epochs()
         self._spans = RowSpans()
+        self.is_draining = False
 
     def set_loaded(self, loaded: Loaded) -> None:
         """The model is ready; calls that wait for it go on."""
@@ -80,7 +85,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if isinstance(stream := self._epochs.owner, PlanStream):
             stream.void()
         self._spans.end_all()
-        counter = self._epochs.begin()
+        counter = self._epochs.begin(_heartbeat_s(request.heartbeat_ms))
         await asyncio.get_running_loop().run_in_executor(self._worker, loaded.runner.initialize, request.num_blocks)
         metrics.EPOCHS.inc()
         log.info("epoch %d begins with %d blocks", counter, request.num_blocks)
@@ -93,7 +98,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """Run a scheduler's plans; one stream per epoch."""
         loaded = await self._wait_loaded()
         defaults = loaded.capabilities.default_sampling
-        stream = PlanStream(StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults))
+        parts = StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults, lambda: self.is_draining)
+        stream = PlanStream(parts)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             async for response in stream.responses():
@@ -113,3 +119,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 return await asyncio.shield(self._loaded)
         except TimeoutError:
             raise Unavailable("the model is still loading", retry_after_s=10) from None
+
+
+def _heartbeat_s(heartbeat_ms: int) -> float:
+    return max(heartbeat_ms / 1000, _LEAST_HEARTBEAT_S) if heartbeat_ms else 0.0

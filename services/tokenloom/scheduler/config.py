@@ -15,6 +15,7 @@ from tokenloom.common.config import (
     setting,
 )
 from tokenloom.common.errors import SetupError
+from tokenloom.common.silence import MAX_HEARTBEAT_S
 
 _MAX_PLANS_IN_FLIGHT = 3
 
@@ -85,8 +86,20 @@ class SchedulerSettings:
     takeover_s: float = setting(
         10.0, "Seconds that requests of a lost session wait for a new one.", parse=non_negative_seconds
     )
+    stall_timeout_s: float = setting(
+        15.0,
+        "Seconds without a sign of life, or without progress of a plan, after which the executor counts as lost.",
+        parse=positive_seconds,
+    )
+    heartbeat_s: float = setting(
+        MAX_HEARTBEAT_S,
+        "Longest silence on sessions, and the one that executors are asked for; at most a third of a stall timeout.",
+        parse=positive_seconds,
+    )
     step_timeout_s: float = setting(
-        120.0, "Seconds without a step's result after which the executor counts as lost.", parse=positive_seconds
+        120.0,
+        "Seconds that a plan may go without progress while no step of its size was measured; then 10 times that.",
+        parse=positive_seconds,
     )
     record_steps: int = setting(
         256, "Steps that the flight recorder keeps in memory; 0: it is off.", parse=non_negative_int

@@ -150,7 +150,9 @@ def finish_reason_of(proto: int) -> FinishReason:
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------
 
 
-def welcome(capabilities: Capabilities, epoch: str, max_model_len: int, max_num_waiting: int) -> engine_pb2.Welcome:
+def welcome(
+    capabilities: Capabilities, epoch: str, max_model_len: int, max_num_waiting: int, heartbeat_s: float
+) -> engine_pb2.Welcome:
     """The answer to Hello."""
     return engine_pb2.Welcome(
         schema_revision=SCHEMA_REVISION,
@@ -166,6 +168,7 @@ def welcome(capabilities: Capabilities, epoch: str, max_model_len: int, max_num_
         max_num_logprobs=capabilities.max_num_logprobs,
         eos_token_ids=capabilities.eos_token_ids,
         default_sampling=capabilities.default_sampling,
+        heartbeat_ms=round(heartbeat_s * 1000),
     )
 
 
@@ -218,6 +221,7 @@ def load_proto(load: LoadState) -> engine_pb2.Load:
         tokens_per_second=load.tokens_per_second,
         num_cached_blocks=load.num_cached_blocks,
         max_num_seqs=load.max_num_seqs,
+        waits_for_executor=load.waits_for_executor,
     )
 
 

@@ -90,7 +90,10 @@ class Engine:
 
     def load(self) -> LoadState | None:
         """How busy the engine is; None before there was an executor."""
-        return None if self.core is None else load_of(self.core, self._rate.per_second(time.monotonic()))
+        if self.core is None:
+            return None
+        tokens_per_second = self._rate.per_second(time.monotonic())
+        return load_of(self.core, tokens_per_second, waits_for_executor=not self.is_executor_up)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -238,7 +241,7 @@ class Engine:
         self.cache_watchers.watch(self.core.kv.pool)
         self._sent_s.clear()
         self.is_executor_up = True
-        self.readiness_changed.set()
+        self._tell_readiness()
         log.info(
             "executor ready: %s, %d blocks of %d tokens", capabilities.description, num_blocks, capabilities.block_size
         )
@@ -248,9 +251,13 @@ class Engine:
         """Plans in flight are void; requests wait."""
         metrics.EXECUTOR_LOSSES.inc()
         self.is_executor_up = False
-        self.readiness_changed.set()
+        self._tell_readiness()
         self._tracer.abandon(reason)
         log.warning("executor lost (%s); %d requests wait for it", reason, len(self.registry.streams))
+
+    def _tell_readiness(self) -> None:
+        self.readiness_changed.set()
+        self._reporter.report_now()
 
     def on_result(self, output: ModelOutput) -> None:
         """Apply a result and keep the executor busy."""

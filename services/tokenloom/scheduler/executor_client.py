@@ -1,15 +1,15 @@
 """The connection to the executor: capabilities, a new epoch, then plans out and results in, in order.
 
 A lost executor is looked for again, with backoff, for ever; each new connection is a new epoch, so a plan of an older
-one can do no harm.
+one can do no harm. One whose connection stands while it hangs is lost as well (stall.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -18,11 +18,14 @@ from tokenloom.api.v1 import executor_pb2, executor_pb2_grpc
 from tokenloom.common.channel import bearer_metadata, make_channel
 from tokenloom.common.errors import DeadlineExceeded, TokenloomError, Unavailable, from_rpc_error
 from tokenloom.common.schema import check_revision
+from tokenloom.common.silence import running_time, tick_of
 from tokenloom.common.telemetry import inject
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.capabilities import Capabilities
+from tokenloom.scheduler.config import SchedulerSettings
 from tokenloom.scheduler.core.plan import ModelOutput, SchedulerOutput
 from tokenloom.scheduler.recorder import Recorder
+from tokenloom.scheduler.stall import StallJudge, StepTimes
 
 log = logging.getLogger(__name__)
 END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -30,6 +33,21 @@ _CALL_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _UNEXPECTED = "unexpected error"
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """How long an executor may be silent; see SchedulerSettings for the fields."""
+
+    stall_timeout_s: float
+    step_timeout_s: float
+    heartbeat_s: float
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings) -> StallLimits:
+        """As set; heartbeats come at least three times within the limit."""
+        heartbeat_s = min(settings.heartbeat_s, settings.stall_timeout_s / 3)
+        return cls(settings.stall_timeout_s, settings.step_timeout_s, heartbeat_s)
 
 
 class ExecutorEvents(Protocol):
@@ -52,7 +70,7 @@ class ExecutorClient:
         address: where it listens.
         token: the cluster credential.
         num_blocks: how many KV blocks to lay out, given what it can do.
-        step_timeout_s: how long a plan in flight may go without any result.
+        limits: how long it may be silent.
         recorder: sees every plan and result; None: nobody does.
     """
 
@@ -61,17 +79,19 @@ class ExecutorClient:
         address: str,
         token: str,
         num_blocks: Callable[[Capabilities], int],
-        step_timeout_s: float,
+        limits: StallLimits,
         recorder: Recorder | None = None,
     ) -> None:
         self._address = address
         self._metadata = bearer_metadata(token)
         self._num_blocks = num_blocks
-        self._step_timeout_s = step_timeout_s
+        self._limits = limits
         self._recorder = recorder
         self._outgoing: asyncio.Queue[executor_pb2.ExecuteRequest] = asyncio.Queue()  # bounded by plans in flight
         self._epoch = executor_pb2.Epoch()
-        self._num_in_flight = 0
+        self._times = StepTimes()
+        self._judge = self._new_judge()
+        self._beating_boot_id = ""
         self._last_problem = ""
         self._was_up = False
 
@@ -82,7 +102,7 @@ class ExecutorClient:
         if self._recorder is not None:
             self._recorder.plan(plan, request)
         self._outgoing.put_nowait(request)
-        self._num_in_flight += 1
+        self._judge.on_plan(plan.num_scheduled_tokens)
 
     async def run(self, events: ExecutorEvents) -> None:
         """Keep connected until cancelled."""
@@ -123,44 +143,53 @@ class ExecutorClient:
         response = await capabilities_call
         check_revision(response.schema_revision, "executor")
         capabilities = convert.capabilities_of(response)
-        request = executor_pb2.InitializeRequest(num_blocks=self._num_blocks(capabilities))
+        request = executor_pb2.InitializeRequest(
+            num_blocks=self._num_blocks(capabilities), heartbeat_ms=round(self._limits.heartbeat_s * 1000)
+        )
         self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch
         self._outgoing = asyncio.Queue()
-        self._num_in_flight = 0
+        self._judge = self._new_judge(sends_heartbeats=capabilities.boot_id == self._beating_boot_id)
         if self._recorder is not None:
             self._recorder.begin_epoch(response, request.num_blocks)
         return capabilities
 
-    async def _exchange(self, call: Any, events: ExecutorEvents) -> None:
-        writer = asyncio.create_task(self._write(call))
-        try:
-            while True:
-                response = await self._read(call)
-                if response is END_OF_STREAM:
-                    return
-                self._num_in_flight -= 1
-                if self._recorder is not None:
-                    self._recorder.result(response)
-                events.on_result(convert.model_output_of(response))
-        finally:
-            writer.cancel()
-            call.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await writer
+    def _new_judge(self, *, sends_heartbeats: bool = False) -> StallJudge:
+        limits = self._limits
+        return StallJudge(limits.stall_timeout_s, limits.step_timeout_s, self._times, sends_heartbeats=sends_heartbeats)
 
-    async def _read(self, call: Any) -> Any:
-        """The next result. Waits without limit while no plan is in flight."""
-        pending = asyncio.ensure_future(call.read())
+    async def _exchange(self, call: Any, events: ExecutorEvents) -> None:
+        """Plans out and results in, until the executor ends the stream or hangs.
+
+        Raises: Unavailable if it hangs; whatever ended the stream.
+        """
+        writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call, events))
+        watch = asyncio.create_task(self._watch())
         try:
-            while True:
-                was_idle = self._num_in_flight == 0
-                done, _ = await asyncio.wait((pending,), timeout=self._step_timeout_s)
-                if done:
-                    return pending.result()
-                if not was_idle:
-                    raise Unavailable(f"the executor gave no result for {self._step_timeout_s:.0f} s")
+            await asyncio.wait({reader, watch}, return_when=asyncio.FIRST_COMPLETED)
+            (reader if reader.done() else watch).result()
         finally:
-            pending.cancel()
+            call.cancel()
+            tasks = (writer, reader, watch)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any, events: ExecutorEvents) -> None:
+        while (response := await call.read()) is not END_OF_STREAM:
+            if response.HasField("heartbeat"):
+                self._judge.on_heartbeat(response.heartbeat.progress)
+                self._beating_boot_id = self._epoch.boot_id
+                continue
+            self._judge.on_result()
+            if self._recorder is not None:
+                self._recorder.result(response)
+            events.on_result(convert.model_output_of(response))
+
+    async def _watch(self) -> None:
+        async for passed_s in running_time(tick_of(self._limits.stall_timeout_s)):
+            if problem := self._judge.pass_time(passed_s):
+                raise Unavailable(f"it hangs: {problem}")
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -146,6 +146,10 @@ class Outbox:
         self._frame.is_draining = True
         self._filled.set()
 
+    def beat(self) -> None:
+        """Let the reader hear of us, also if there is no news."""
+        self._filled.set()
+
     def close(self) -> None:
         """No more frames after the one that is there."""
         self._is_closed = True

@@ -24,9 +24,10 @@ class LoadState:
     num_blocks: int
     max_num_seqs: int
     tokens_per_second: float
+    waits_for_executor: bool = False
 
 
-def load_of(core: Scheduler, tokens_per_second: float) -> LoadState:
+def load_of(core: Scheduler, tokens_per_second: float, *, waits_for_executor: bool = False) -> LoadState:
     """The core's state as of now."""
     pool = core.kv.pool
     return LoadState(
@@ -38,6 +39,7 @@ def load_of(core: Scheduler, tokens_per_second: float) -> LoadState:
         num_blocks=pool.num_blocks - 1,
         max_num_seqs=core.config.max_num_seqs,
         tokens_per_second=tokens_per_second,
+        waits_for_executor=waits_for_executor,
     )
 
 
@@ -65,6 +67,11 @@ class LoadReporter:
         if self._timer is None:
             delay_s = max(0.0, self._looked_s + REPORT_PERIOD_S - time.monotonic())
             self._timer = self._loop.call_later(delay_s, self._report)
+
+    def report_now(self) -> None:
+        """Something changed that cannot wait."""
+        self.stop()
+        self._report()
 
     def stop(self) -> None:
         """Tell no more."""

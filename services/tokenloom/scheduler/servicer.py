@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from tokenloom.api.v1 import engine_pb2, engine_pb2_grpc
 from tokenloom.common.errors import FailedPrecondition, InvalidArgument, TokenloomError, Unavailable
+from tokenloom.common.pulse import Pulse
 from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import context_of, extract, inject, tracer
 from tokenloom.scheduler import convert, metrics, watch_convert
@@ -47,9 +48,14 @@ class Turns:
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """The scheduler's gRPC interface."""
+    """The scheduler's gRPC interface.
 
-    def __init__(self, engine: Engine, recorder: Recorder) -> None:
+    Args:
+        heartbeat_s: longest silence on a session. Signs of life come from the event loop of the engine itself.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
         self._engine = engine
         self._recorder = recorder
         self._epoch = uuid.uuid4().hex
@@ -66,17 +72,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 self._epoch,
                 self._engine.core.max_request_tokens,
                 self._engine.core.config.max_num_waiting,
+                self._heartbeat_s,
             )
         )
         reader = asyncio.create_task(self._read(request_iterator, session, capabilities))
         session.on_closed = reader.cancel
         self._engine.open_session(session)
+        pulse = Pulse(self._heartbeat_s, session.outbox.beat)
         try:
             while (frame := await session.outbox.take()) is not None:
+                pulse.note_sent()
                 yield convert.response_of(frame)
             if reader.done() and not reader.cancelled():
                 reader.result()
         finally:
+            pulse.stop()
             reader.cancel()
             self._engine.lose_session(session)
 

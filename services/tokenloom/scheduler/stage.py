@@ -11,7 +11,7 @@ from tokenloom.api.v1 import engine_pb2_grpc
 from tokenloom.common.grpc_server import GrpcServer
 from tokenloom.scheduler.config import SchedulerSettings
 from tokenloom.scheduler.engine import Engine
-from tokenloom.scheduler.executor_client import ExecutorClient
+from tokenloom.scheduler.executor_client import ExecutorClient, StallLimits
 from tokenloom.scheduler.recorder import make_recorder
 from tokenloom.scheduler.servicer import EngineServicer
 
@@ -35,12 +35,11 @@ class SchedulerStage:
         token = settings.process.cluster_token
         self._recorder = make_recorder(settings, lambda: () if self.engine.core is None else self.engine.core.running)
         self._client = ExecutorClient(
-            settings.executor, token, lambda can: can.num_blocks(settings), settings.step_timeout_s, self._recorder
+            settings.executor, token, lambda can: can.num_blocks(settings), StallLimits.of(settings), self._recorder
         )
         self.engine = Engine(settings, self._client)
-        services = [
-            (engine_pb2_grpc.add_EngineServiceServicer_to_server, EngineServicer(self.engine, self._recorder), SERVICE)
-        ]
+        servicer = EngineServicer(self.engine, self._recorder, settings.heartbeat_s)
+        services = [(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, SERVICE)]
         self.server = GrpcServer(settings.listen, services, cluster_token=token)
         self._tasks: list[asyncio.Task[None]] = []
 

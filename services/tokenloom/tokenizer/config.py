@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, setting
+from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, positive_seconds, setting
 from tokenloom.common.model_files import EMBEDDED
+from tokenloom.common.silence import MAX_HEARTBEAT_S
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class TokenizerConfig:
         "", "TOML file with digests of keys, their tenants, limits, classes and scopes; empty: none."
     )
     takeover_limit_s: float = setting(30.0, "Seconds that requests in flight wait for a lost scheduler to come back.")
+    heartbeat_s: float = setting(MAX_HEARTBEAT_S, "Longest silence on gateways' sessions.", parse=positive_seconds)
     max_active_choices: int = setting(4096, "Choices in flight before requests are refused.", parse=positive_int)
     max_text_bytes: int = setting(8 << 20, "Longest text to tokenise.", parse=parse_bytes)
     max_queued_text_bytes: int = setting(64 << 20, "Text that may wait to be tokenised.", parse=parse_bytes)

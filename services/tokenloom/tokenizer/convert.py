@@ -331,7 +331,9 @@ def engine_info(welcome: engine_pb2.Welcome) -> domain.EngineInfo:
 
 def engine_load(load: engine_pb2.Load) -> domain.EngineLoad:
     """How busy the engine says it is."""
-    return domain.EngineLoad(load.num_running, load.num_waiting, load.num_free_blocks, load.num_blocks)
+    return domain.EngineLoad(
+        load.num_running, load.num_waiting, load.num_free_blocks, load.num_blocks, load.waits_for_executor
+    )
 
 
 def tenant_policy(tenant: Tenant) -> engine_pb2.TenantPolicy:

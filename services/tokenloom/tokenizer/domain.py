@@ -180,12 +180,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy the engine said it is: requests and blocks."""
+    """How busy the engine said it is: requests and blocks, and whether it waits for an executor."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
+    waits_for_executor: bool = False
 
 
 @dataclass(frozen=True, slots=True)

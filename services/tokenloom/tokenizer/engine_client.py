@@ -69,7 +69,8 @@ class EngineClient:
         takeover_limit_s: how long choices in flight wait for a new session.
         max_queued_ids: bound on prompt ids that wait to be written.
         tenants: what the engine is told of tenants at the begin of each session.
-        on_state: called with True and False as the stage becomes and ceases to be able to serve.
+        on_state: called with True and False as the engine becomes and ceases to be able to serve; requests are taken
+            all the same while only its executor is missing.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._load: EngineLoad | None = None
         self._is_up = False
+        self._waits_for_executor = False
         self._is_draining = False
         self._is_lost = False
         self._down_reason = ""
@@ -113,6 +115,11 @@ class EngineClient:
     def is_up(self) -> bool:
         """A session is up and runs new requests."""
         return self._is_up and not self._is_draining
+
+    @property
+    def waits_for_executor(self) -> bool:
+        """A session is up, but nothing runs in its engine: there is no executor, or it hangs."""
+        return self._is_up and self._waits_for_executor
 
     @property
     def info(self) -> EngineInfo:
@@ -291,7 +298,7 @@ class EngineClient:
             self._give_up = None
         ENGINE_SESSIONS.inc()
         ENGINE_CONNECTED.set(1)
-        self._on_state(True)
+        self._tell_state()
 
     def _on_down(self, why: str) -> None:
         if self._is_up or why != self._down_reason:  # each reason once, however often it is tried again
@@ -301,7 +308,7 @@ class EngineClient:
         self._is_up = False
         self._take_load(None)
         ENGINE_CONNECTED.set(0)
-        self._on_state(False)
+        self._tell_state()
         if self._give_up is None and not self._is_lost and self._info is not None:
             loop = asyncio.get_running_loop()
             self._give_up = loop.call_later(self._takeover_limit_s, self._fail_all)
@@ -347,7 +354,7 @@ class EngineClient:
         if frame.draining and not self._is_draining:
             log.info("the engine is about to stop")
             self._is_draining = True
-            self._on_state(False)
+            self._tell_state()
 
     def _keep(self, handle: int) -> None:
         """Keep a choice that the engine gave back because it stops, for the next session."""
@@ -359,6 +366,16 @@ class EngineClient:
         self._load = load
         ENGINE_RUNNING.set(load.num_running if load else 0)
         ENGINE_WAITING.set(load.num_waiting if load else 0)
+        if load is not None and load.waits_for_executor != self._waits_for_executor:
+            log.log(
+                logging.WARNING if load.waits_for_executor else logging.INFO,
+                "the engine waits for its executor" if load.waits_for_executor else "the engine has its executor back",
+            )
+            self._waits_for_executor = load.waits_for_executor
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        self._on_state(self.is_up and not self._waits_for_executor)
 
     def _tell(self, handle: int, event: str, *details: Any) -> Any:
         """Call a method of a choice's listener and return its answer; a fault in it ends that choice alone."""

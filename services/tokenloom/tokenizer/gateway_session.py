@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 from tokenloom.api.v1 import inference_pb2
 from tokenloom.common.errors import Internal, InvalidArgument, TokenloomError
 from tokenloom.common.keys_file import Scope
+from tokenloom.common.pulse import Pulse
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.convert import EventConverter, session_start
@@ -34,6 +35,8 @@ class GatewaySession:
 
     Args:
         max_outbox_bytes: bound on events that wait to be written.
+        heartbeat_s: the load is told so often, and when it changes in a way that matters.
+        load: how busy the stage is.
     """
 
     def __init__(
@@ -44,7 +47,12 @@ class GatewaySession:
         *,
         model_id: str,
         max_outbox_bytes: int,
+        heartbeat_s: float,
+        load: Callable[[], inference_pb2.SessionLoad],
     ) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._load = load
+        self._must_tell_load = True
         self._generation = generation
         self._authenticator = authenticator
         self._converter = converter
@@ -66,16 +74,25 @@ class GatewaySession:
         """
         first = await self._hello(messages)
         yield inference_pb2.SessionResponse(
-            welcome=inference_pb2.SessionWelcome(schema_revision=SCHEMA_REVISION, model=self._model_id)
+            welcome=inference_pb2.SessionWelcome(
+                schema_revision=SCHEMA_REVISION,
+                model=self._model_id,
+                heartbeat_ms=round(self._heartbeat_s * 1000),
+            )
         )
         reader = asyncio.get_running_loop().create_task(self._read(first, messages), name="gateway-session-reader")
         self._reader = reader
+        pulse = Pulse(self._heartbeat_s, self.tell_load)
+        self._outbox.wake()  # for the first load
         try:
             while True:
                 batch = await self._outbox.take()
                 for part in parts_of(batch):
                     yield self._converter.frame(part, self._wants_ids)
                     await asyncio.sleep(0)
+                if self._must_tell_load:
+                    self._must_tell_load = False
+                    yield inference_pb2.SessionResponse(load=self._load())
                 if self._must_tell_draining:
                     self._must_tell_draining = False
                     yield inference_pb2.SessionResponse(draining=True)
@@ -84,6 +101,7 @@ class GatewaySession:
                     if not self._requests:
                         return
         finally:
+            pulse.stop()
             self._give_up()
             await asyncio.gather(reader, *self._requests.values(), return_exceptions=True)
 
@@ -98,6 +116,11 @@ class GatewaySession:
         """Give one request up; nothing more is told of it."""
         if (running := self._requests.get(handle)) is not None:
             running.cancel()
+
+    def tell_load(self) -> None:
+        """Tell the gateway how busy the stage is."""
+        self._must_tell_load = True
+        self._outbox.wake()
 
     def tell_draining(self) -> None:
         """Ask the gateway for no new requests."""

@@ -75,6 +75,11 @@ class GenerationService:
         self._is_idle.set()
 
     @property
+    def num_choices(self) -> int:
+        """Choices in flight."""
+        return self._num_active_choices
+
+    @property
     def num_active(self) -> int:
         """Requests in flight."""
         return len(self._active)

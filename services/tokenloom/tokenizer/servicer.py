@@ -44,7 +44,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         model_id: str,
         session_outbox_bytes: int,
+        heartbeat_s: float,
     ) -> None:
+        self._heartbeat_s = heartbeat_s
         self._generation = generation
         self._assets = assets
         self._encoder = encoder
@@ -86,6 +88,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._converter,
             model_id=self._model_id,
             max_outbox_bytes=self._session_outbox_bytes,
+            heartbeat_s=self._heartbeat_s,
+            load=self._session_load,
         )
         self._sessions.add(session)
         try:
@@ -141,6 +145,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         limit = self._engine.info.max_model_len
         model = inference_pb2.Model(id=self._model_id, created_s=self._created_s, max_model_len=limit)
         return inference_pb2.ListModelsResponse(models=[model])
+
+    def tell_load(self) -> None:
+        """Tell all gateways how busy the stage is, and whether its engine has an executor."""
+        for session in self._sessions:
+            session.tell_load()
+
+    def _session_load(self) -> inference_pb2.SessionLoad:
+        return inference_pb2.SessionLoad(
+            num_choices=self._generation.num_choices, waits_for_executor=self._engine.waits_for_executor
+        )
 
     def tell_draining(self) -> None:
         """Ask all gateways for no new requests."""

@@ -80,6 +80,7 @@ class TokenizerStage:
             EventConverter(TokenTexts(assets.tokenizer)),
             model_id=source.model_id,
             session_outbox_bytes=config.session_outbox_bytes,
+            heartbeat_s=config.heartbeat_s,
         )
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         services = [(add, self._servicer, SERVICE_NAME)]
@@ -112,9 +113,10 @@ class TokenizerStage:
         self._encoder.close()
         self._chat_template.close()
 
-    def _on_engine_state(self, is_up: bool) -> None:
+    def _on_engine_state(self, is_serving: bool) -> None:
         """Be ready while the engine is."""
-        task = asyncio.get_running_loop().create_task(self._server.set_serving(is_up and not self._is_draining))
+        self._servicer.tell_load()
+        task = asyncio.get_running_loop().create_task(self._server.set_serving(is_serving and not self._is_draining))
         self._readiness.add(task)
         task.add_done_callback(self._readiness.discard)
 

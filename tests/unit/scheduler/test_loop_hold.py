@@ -80,7 +80,7 @@ def engine_on(writer: PlanWriter) -> Engine:
 async def longest_turn_s(frame: engine_pb2.EngineServiceSessionRequest) -> float:
     """Take the frame in; the longest time between two turns of the loop."""
     engine = engine_on(PlanWriter())
-    servicer = EngineServicer(engine, make_recorder(settings(), lambda: ()))
+    servicer = EngineServicer(engine, make_recorder(settings(), lambda: ()), 2.0)
 
     async def frames() -> AsyncIterator[engine_pb2.EngineServiceSessionRequest]:
         yield engine_pb2.EngineServiceSessionRequest(hello=engine_pb2.Hello(schema_revision=1))

@@ -986,7 +986,7 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___SessionLoad:
-        """How busy the tokenizer is; from time to time."""
+        """How busy the tokenizer is; once per heartbeat, and at once when it begins or ceases to wait for an executor."""
 
     def __init__(
         self,
@@ -1045,16 +1045,20 @@ class SessionLoad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_EXECUTOR_FIELD_NUMBER: _builtins.int
     num_choices: _builtins.int
     """Choices in flight."""
+    waits_for_executor: _builtins.bool
+    """Its engine has no executor, or one that hangs. Requests are taken and wait for it."""
     def __init__(
         self,
         *,
         num_choices: _builtins.int = ...,
+        waits_for_executor: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_choices", b"num_choices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_choices", b"num_choices", "waits_for_executor", b"waits_for_executor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
