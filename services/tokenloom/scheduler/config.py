@@ -96,6 +96,14 @@ class SchedulerSettings:
         "Longest silence on sessions, and the one that executors are asked for; at most a third of a stall timeout.",
         parse=positive_seconds,
     )
+    resumable_s: float = setting(
+        60.0,
+        "Seconds that resumable requests go on without a reader, and that what they generated is kept after their end.",
+        parse=non_negative_seconds,
+    )
+    resumable_bytes: int = setting(
+        64 << 20, "Most memory for what resumable requests that ended had generated.", parse=parse_bytes
+    )
     step_timeout_s: float = setting(
         120.0,
         "Seconds that a plan may go without progress while no step of its size was measured; then 10 times that.",

@@ -93,6 +93,14 @@ def request_of(submit: engine_pb2.Submit, capabilities: Capabilities, now_s: flo
     )
 
 
+def settings_of(payload: RowPayload) -> bytes:
+    """Sampling and stops of a request, comparable; without prompt logprobs, of which a reader may have enough."""
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(payload.sampling)
+    sampling.ClearField("num_prompt_logprobs")
+    return sampling.SerializeToString(deterministic=True) + payload.stop.SerializeToString(deterministic=True)
+
+
 def _stop_token_ids(stop: common_pb2.StopConditions, capabilities: Capabilities) -> frozenset[int]:
     asked = frozenset(stop.stop_token_ids)
     return asked if stop.ignore_eos else asked | frozenset(capabilities.eos_token_ids)

@@ -28,6 +28,7 @@ from tokenloom.scheduler.engine_collector import COLLECTOR
 from tokenloom.scheduler.load import LoadReporter, LoadState, load_of
 from tokenloom.scheduler.news import OVERLOAD_RETRY_S, NewsTeller, overload_of
 from tokenloom.scheduler.registry import Registry
+from tokenloom.scheduler.returns import Returns
 from tokenloom.scheduler.sessions import Stream, TokenizerSession
 from tokenloom.scheduler.sliding_rate import SlidingRate
 from tokenloom.scheduler.suspect_log import log_suspects
@@ -72,7 +73,8 @@ class Engine:
         self._is_draining = False
         self._is_stopped = False
         self.registry = Registry()
-        self._teller = NewsTeller(self.registry)
+        self._returns = Returns(settings.resumable_s, settings.resumable_bytes, self._abort_alone)
+        self._teller = NewsTeller(self.registry, self._returns.note_end)
         self._reporter = LoadReporter(self.load, self.registry.tell_load)
         self.watchers = StepWatchers()
         self.cache_watchers = CacheWatchers()
@@ -106,15 +108,22 @@ class Engine:
             session.outbox.set_load(load)
 
     def lose_session(self, session: TokenizerSession) -> None:
-        """A tokenizer's stream ended; its requests wait `takeover_s` for another one."""
+        """A tokenizer's stream ended; its requests wait `takeover_s` for another one, resumable ones `resumable_s`."""
         left = self.registry.lose(session)
-        if left and not self._is_stopped:
-            losses = [(stream, stream.num_losses) for stream in left]
+        if self._is_stopped:
+            return
+        for stream in left:
+            if stream.is_resumable:
+                self._returns.wait_for(stream)
+        if losses := [(stream, stream.num_losses) for stream in left if not stream.is_resumable]:
             self._loop.call_later(self._settings.takeover_s, self._abort_orphans, losses)
 
     def _abort_orphans(self, losses: list[tuple[Stream, int]]) -> None:
         for request_id in self.registry.orphans(losses):
             self._end(request_id, FinishReason.ABORTED)
+
+    def _abort_alone(self, stream: Stream) -> None:
+        self._end(stream.request.request_id, FinishReason.ABORTED)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -131,11 +140,17 @@ class Engine:
             self._pump_soon()
 
     def submit(self, session: TokenizerSession, stream: Stream, *, is_resubmission: bool) -> None:
-        """Take a new request, or take over a living one of the same id; a refusal goes into the outbox."""
+        """Take a new request, or take over a living one of the same id; a refusal goes into the outbox.
+
+        A resumable one that has ended is told from what is kept of it.
+        """
         request = stream.request
         known = self.registry.streams.get(request.request_id)
         if known is not None and _is_same(known.request, request):
             self.registry.attach(session, stream.handle, request.request_id, len(request.output_token_ids))
+            end_request_span(stream)
+            return
+        if known is None and stream.is_resumable and self._returns.answer(session, stream):
             end_request_span(stream)
             return
         try:
@@ -175,6 +190,15 @@ class Engine:
         if stream is not None:
             self._end(stream.request.request_id, reason)
 
+    def detach(self, session: TokenizerSession, handle: int) -> None:
+        """A request's client went away and may come back; one that is not resumable ends."""
+        stream = session.streams.get(handle)
+        if stream is not None and stream.is_resumable:
+            self.registry.detach(session, handle)
+            self._returns.wait_for(stream)
+        else:
+            self.finish(session, handle, FinishReason.ABORTED)
+
     def abort(self, request_id: str) -> bool | None:
         """End a request, or all choices of a group.
 
@@ -183,6 +207,7 @@ class Engine:
         ids = self.registry.ids_of(request_id)
         for alive in ids:
             self._end(alive, FinishReason.ABORTED)
+        self._returns.forget(request_id)
         return True if ids else False if self.registry.has_ended(request_id) else None
 
     def flush_prefix_cache(self) -> int:
@@ -213,6 +238,7 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
         self._reporter.stop()
+        self._returns.stop()
         for session in self.registry.sessions:
             session.outbox.close()
 

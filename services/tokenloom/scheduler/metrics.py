@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -59,6 +59,10 @@ REFUSED = Counter(
     "tokenloom_requests_refused", "Requests that were not taken, by reason.", ["reason"], registry=REGISTRY
 )
 EXECUTOR_LOSSES = Counter("tokenloom_executor_losses", "Times the executor was lost.", registry=REGISTRY)
+KEPT_REQUESTS = Gauge(
+    "tokenloom_num_finished_requests_kept", "Resumable requests that ended and can still be read.", registry=REGISTRY
+)
+KEPT_BYTES = Gauge("tokenloom_finished_requests_kept_bytes", "Memory that these take, roughly.", registry=REGISTRY)
 QUEUE_TIME = _seconds("tokenloom_request_queue_time_seconds", "Taken to first step.")
 TIME_TO_FIRST_TOKEN = _seconds("tokenloom_engine_time_to_first_token_seconds", "Submit to first token, in the engine.")
 INTER_TOKEN_LATENCY = BulkHistogram(

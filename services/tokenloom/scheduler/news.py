@@ -6,7 +6,7 @@ One call tells all news of a step: what every row needs is done per row, everyth
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tokenloom.common.errors import DeadlineExceeded, Internal, ResourceExhausted, TokenloomError
 from tokenloom.scheduler import metrics
@@ -23,10 +23,17 @@ OVERLOAD_RETRY_S = 1.0
 
 
 class NewsTeller:
-    """Fills the outboxes of the sessions."""
+    """Fills the outboxes of the sessions.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        on_resumable_end: told the end of each resumable request.
+    """
+
+    def __init__(
+        self, registry: Registry, on_resumable_end: Callable[[Stream, FinishReason, TokenloomError | None], None]
+    ) -> None:
         self._registry = registry
+        self._on_resumable_end = on_resumable_end
 
     def tell_begin(self, stream: Stream, now_s: float) -> None:
         """A request is in a plan for the first time."""
@@ -89,6 +96,8 @@ class NewsTeller:
                 num_generated = len(output.request.output_token_ids)
                 session.outbox.finish(FinishedRow(stream.handle, reason, num_generated, error))
         self._registry.remove(stream)
+        if stream.is_resumable:
+            self._on_resumable_end(stream, reason, error)
         if isinstance(output.error, ExecutorCrash):
             log.error("request ended: %s", error, extra={"request_id": output.request.request_id})
         metrics.FINISHED.labels("displaced" if _is_displaced(output) else reason.value).inc()

@@ -73,6 +73,15 @@ class Registry:
         for session in self.sessions:
             session.outbox.set_load(load)
 
+    @staticmethod
+    def detach(session: TokenizerSession, handle: int) -> Stream | None:
+        """A session reads a request no longer; returns its stream, None if it had ended."""
+        stream = session.streams.pop(handle, None)
+        if stream is not None:
+            stream.session = None
+            stream.num_losses += 1
+        return stream
+
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add(self, stream: Stream) -> None:

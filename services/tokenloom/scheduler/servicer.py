@@ -129,6 +129,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     self._engine.finish(session, finish.handle, convert.finish_reason_of(finish.reason))
                 for cancel in frame.cancels:
                     self._engine.finish(session, cancel.handle, FinishReason.ABORTED)
+                for detach in frame.detaches:
+                    self._engine.detach(session, detach.handle)
         finally:
             session.outbox.close()
 
@@ -167,7 +169,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         span = tracer().start_span("engine.request", context=extract(submit.trace), kind=SpanKind.SERVER)
         span.set_attribute("tokenloom.request_id", submit.request_id)
         request.payload.trace = inject(context_of(span))
-        stream = Stream(request, session, submit.handle, submit.group_id, now, span)
+        stream = Stream(request, session, submit.handle, submit.group_id, now, span, is_resumable=submit.resumable)
         self._engine.submit(session, stream, is_resubmission=submit.HasField("age_ms"))
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:

@@ -6,7 +6,7 @@ another session submits or attaches with the same request id and is told the tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
@@ -35,6 +35,7 @@ class Stream:
         told: rows with logprobs, kept for a session that takes the request over; ids alone are in the request.
         told_prompt: runs of prompt logprobs, likewise.
         num_losses: how often its session was lost; tells takeover timers apart.
+        is_resumable: its client may go away and come back (returns.py).
     """
 
     request: Request
@@ -49,6 +50,7 @@ class Stream:
     told: list[TokenRow] = field(default_factory=list)
     told_prompt: list[PromptLogprobs] = field(default_factory=list)
     num_losses: int = 0
+    is_resumable: bool = False
     num_resumed_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,10 +58,15 @@ class Stream:
 
     def rows_since(self, token_index: int) -> list[TokenRow]:
         """What a new reader lacks, which has the tokens before `token_index`."""
-        kept = [row for row in self.told if row.first_token_index >= token_index]
-        end = kept[0].first_token_index if kept else len(self.request.output_token_ids)
-        missed = self.request.output_token_ids[token_index:end]
-        return [TokenRow(token_index, missed, None), *kept] if missed else kept
+        return rows_since(self.told, self.request.output_token_ids, token_index)
+
+
+def rows_since(told: Sequence[TokenRow], token_ids: Sequence[int], token_index: int) -> list[TokenRow]:
+    """Rows from a token on: those with logprobs as they were told, what they lack from the ids alone."""
+    kept = [row for row in told if row.first_token_index >= token_index]
+    end = kept[0].first_token_index if kept else len(token_ids)
+    missed = token_ids[token_index:end]
+    return [TokenRow(token_index, missed, None), *kept] if missed else kept
 
 
 @dataclass(slots=True, eq=False)
