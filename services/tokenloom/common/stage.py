@@ -25,6 +25,7 @@ from tokenloom.common.config import ProcessSettings
 from tokenloom.common.errors import SetupError
 from tokenloom.common.logs import setup_logs
 from tokenloom.common.metrics import MetricsServer, setup_process_metrics
+from tokenloom.common.open_files import raise_open_file_limit
 from tokenloom.common.telemetry import setup_telemetry
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def run_stage(name: str, process: ProcessSettings, build: Callable[[], Stage]) -
     Raises: SetupError if the stage cannot start.
     """
     setup_logs(name, process.log_level, process.log_format)
+    raise_open_file_limit()
     if process.parent_fd >= 0:
         _end_with_parent(process.parent_fd)
     setup_process_metrics(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, setting
+from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, positive_seconds, setting
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,21 @@ class GatewayConfig:
         256 << 10,
         "Text held for a client that reads slowly; beyond it, one that took nothing for 5 s loses its request.",
         parse=parse_bytes,
+    )
+    max_connections: int = setting(
+        8192,
+        "HTTP connections; beyond it the longest idle one is closed, or a new one answered 503. "
+        "Never more than the limit of open files allows.",
+        parse=positive_int,
+    )
+    head_timeout_s: float = setting(
+        30.0, "Seconds in which a request's head must have arrived.", parse=positive_seconds
+    )
+    keep_alive_s: int = setting(75, "Seconds that a connection may wait for another request.", parse=positive_int)
+    write_timeout_s: float = setting(
+        60.0,
+        "Seconds in which a client must take 64 KiB of what waits for it, or all; it is cut otherwise.",
+        parse=positive_seconds,
     )
     takeover_limit_s: float = setting(
         30.0, "Seconds that requests wait for a tokenizer when none is left, before they fail."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from tokenloom.common.errors import Cancelled
 from tokenloom.gateway import metrics
 from tokenloom.gateway.answers import StreamAnswer, WholeAnswer
+from tokenloom.gateway.connections import HttpConnection, connection_of
 from tokenloom.gateway.convert import Start
 from tokenloom.gateway.generation import Generation, Update
 from tokenloom.gateway.request_info import RequestInfo, info_of
@@ -26,6 +26,7 @@ from tokenloom.gateway.tokenizer_pool import TokenizerPool
 
 # What a slow reader gets to take the error event before its connection is cut.
 SLOW_READER_GRACE_S = 10.0
+_BYTES_PER_WRITE = 64 << 10
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -65,9 +66,17 @@ class Delivery(Response, abc.ABC):
         generation, pool = self._generation, self._job.pool
         pool.submit(generation, self._job.start, self._job.timeout_s - info_of(scope).elapsed_s())
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, generation))
+        connection, cut = connection_of(scope), list[asyncio.TimerHandle]()
+        if connection is not None:
+            connection.on_stalled = generation.give_up_reader
+            generation.on_slow_reader = partial(_cut_later, connection, cut)
         try:
             await self.deliver(scope, send)
         finally:
+            if connection is not None:
+                connection.on_stalled = _nothing
+            for timer in cut:
+                timer.cancel()
             watcher.cancel()
             generation.abandon(Cancelled("the answer was given up", reason="GIVEN_UP"))
             pool.release(generation)
@@ -117,7 +126,9 @@ class WholeDelivery(Delivery):
         body = await run_sized(is_large, partial(self._answer.body, update.usage))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for start in range(0, len(body), _BYTES_PER_WRITE):  # it counts as in flight until its reader took most of it
+            part, is_last = body[start : start + _BYTES_PER_WRITE], start + _BYTES_PER_WRITE >= len(body)
+            await send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
 
 class StreamDelivery(Delivery):
@@ -130,29 +141,23 @@ class StreamDelivery(Delivery):
     async def deliver(self, scope: Scope, send: Send) -> None:
         """Send events as they come."""
         info, generation = info_of(scope), self._generation
-        cut: list[asyncio.TimerHandle] = []
-        generation.on_slow_reader = partial(_cut_later, scope, cut)
-        try:
-            has_started = False
-            while True:
-                update = await generation.next_update()
-                self.note(info, update)
-                if update.error is not None and not has_started:
-                    raise update.error
-                if update.accepted is not None:
-                    self._answer.begin(update.accepted)
-                if not has_started and (update.accepted is not None or update.is_last):
-                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    has_started = True
-                is_large = update.num_entries > MAX_LOOP_ENTRIES
-                events = await run_sized(is_large, partial(self._answer.render, update))
-                if events or update.is_last:
-                    await send({"type": "http.response.body", "body": events, "more_body": not update.is_last})
-                if update.is_last:
-                    return
-        finally:
-            for timer in cut:
-                timer.cancel()
+        has_started = False
+        while True:
+            update = await generation.next_update()
+            self.note(info, update)
+            if update.error is not None and not has_started:
+                raise update.error
+            if update.accepted is not None:
+                self._answer.begin(update.accepted)
+            if not has_started and (update.accepted is not None or update.is_last):
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                has_started = True
+            is_large = update.num_entries > MAX_LOOP_ENTRIES
+            events = await run_sized(is_large, partial(self._answer.render, update))
+            if events or update.is_last:
+                await send({"type": "http.response.body", "body": events, "more_body": not update.is_last})
+            if update.is_last:
+                return
 
 
 async def _cancel_on_disconnect(receive: Receive, generation: Generation) -> None:
@@ -161,8 +166,10 @@ async def _cancel_on_disconnect(receive: Receive, generation: Generation) -> Non
     generation.abandon(Cancelled("the client went away", reason="CLIENT_DISCONNECTED"))
 
 
-def _cut_later(scope: Scope, timers: list[asyncio.TimerHandle]) -> None:
+def _cut_later(connection: HttpConnection, timers: list[asyncio.TimerHandle]) -> None:
     """Cut the connection of a client that takes nothing, not even the error."""
-    abort: Callable[[], None] | None = scope.get("state", {}).get("abort_connection")
-    if abort is not None:
-        timers.append(asyncio.get_running_loop().call_later(SLOW_READER_GRACE_S, abort))
+    timers.append(asyncio.get_running_loop().call_later(SLOW_READER_GRACE_S, connection.abort))
+
+
+def _nothing() -> None:
+    """Nobody to tell."""

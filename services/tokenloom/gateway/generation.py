@@ -247,6 +247,16 @@ class Generation:
             self.fail(error)
             self.on_abandoned()
 
+    def give_up_reader(self) -> None:
+        """The client takes nothing: end it, or have an end that was not taken told as this one."""
+        error = ResourceExhausted("the client did not take its answer in time", reason="SLOW_READER")
+        if not self.is_over:
+            self.abandon(error)
+            return
+        self._forget()
+        self._update.error = error
+        self._has_news.set()
+
     def expire(self, error: TokenloomError) -> None:
         """Its time is up: end it or, if only the client's taking of it is missing, tell the handler."""
         if self.is_over:

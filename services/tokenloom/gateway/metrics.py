@@ -44,6 +44,14 @@ ENDED_EARLY = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+CONNECTIONS = Gauge("tokenloom_gateway_connections", "HTTP connections that are open.", registry=REGISTRY)
+CONNECTIONS_CUT = Counter(
+    "tokenloom_gateway_connections_cut_total",
+    "HTTP connections that the gateway ended, by reason: head_timeout, head_too_large, slow_reader (took nothing of "
+    "what was written), idle (others needed the room), no_room (all were busy).",
+    ["reason"],
+    registry=REGISTRY,
+)
 SESSIONS = Gauge(
     "tokenloom_gateway_tokenizer_session",
     "1 while a session with this tokenizer is open.",

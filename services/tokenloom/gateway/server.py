@@ -8,21 +8,26 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenloom.common.address import Address, parse_address, remove_stale_socket
 from tokenloom.common.auth import load_api_keys
 from tokenloom.common.errors import SetupError, Unavailable
+from tokenloom.common.open_files import open_file_limit
 from tokenloom.gateway.app import Gateway, create_app
 from tokenloom.gateway.config import GatewayConfig
+from tokenloom.gateway.connections import ConnectionLimits, HttpConnection
 from tokenloom.gateway.tokenizer_pool import TokenizerPool
 
 log = logging.getLogger(__name__)
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
+# Of open files, for all that is no HTTP connection of a client.
+_RESERVED_FILES = 128
+# Bytes of an answer that the kernel takes before they can be sent; its own limit is 4 MiB for each client.
+_MAX_UNSENT_BYTES = 128 << 10
 # After the grace period: time in which handlers write their error events.
 _LAST_WRITES_S = 3.0
 
@@ -38,6 +43,7 @@ def listen_on(address: Address) -> socket.socket:
     try:
         if not address.is_unix:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)  # accepted ones inherit it
         sock.bind(address.path if address.is_unix else (address.host, address.port))
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -49,16 +55,15 @@ def listen_on(address: Address) -> socket.socket:
     return sock
 
 
+def _limits_of(config: GatewayConfig) -> ConnectionLimits:
+    room = max(1, open_file_limit() - _RESERVED_FILES)
+    if room < config.max_connections:
+        log.info("at most %d connections, by the limit of open files", room)
+    return ConnectionLimits(min(room, config.max_connections), config.head_timeout_s, config.write_timeout_s)
+
+
 def _remove_socket(address: Address) -> None:
     Path(address.path).unlink(missing_ok=True)
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets a handler cut its connection, for clients that do not read."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["state"]["abort_connection"] = self.transport.abort
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +113,7 @@ class GatewayStage:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=partial(HttpConnection, _limits_of(config)),  # type: ignore[arg-type]  # called, never looked at
                 ws="none",
                 loop="none",
                 lifespan="off",
@@ -118,7 +123,7 @@ class GatewayStage:
                 server_header=False,
                 proxy_headers=False,
                 backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=round(_LAST_WRITES_S),
             )
         )

@@ -191,3 +191,20 @@ def test_a_request_goes_on_elsewhere_only_if_all_its_ids_are_known() -> None:
     assert generation.progress.is_resumable
     generation.add_text(0, "b", 1, 1)  # by a tokenizer that does not tell ids
     assert not generation.progress.is_resumable
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_reader_that_takes_nothing_loses_its_request_also_behind_its_end(is_complete: bool) -> None:
+    told: list[str] = []
+    generation = Generation("r", 1000)
+    generation.on_abandoned = lambda: told.append("session")
+    add(generation, 0, "x" * 5000, 1)
+    if is_complete:
+        generation.complete(USAGE)
+    generation.give_up_reader()
+    update = collect(generation)
+    assert update.error is not None
+    assert update.error.reason == "SLOW_READER"
+    assert update.usage is None
+    assert update.is_last
+    assert told == ([] if is_complete else ["session"])
