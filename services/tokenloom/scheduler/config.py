@@ -109,6 +109,11 @@ class SchedulerSettings:
         "Seconds that a plan may go without progress while no step of its size was measured; then 10 times that.",
         parse=positive_seconds,
     )
+    executor_wait_s: float = setting(
+        60.0,
+        "Seconds that requests wait for a lost executor; then they fail, and new ones are refused until it is back.",
+        parse=positive_seconds,
+    )
     record_steps: int = setting(
         256, "Steps that the flight recorder keeps in memory; 0: it is off.", parse=non_negative_int
     )

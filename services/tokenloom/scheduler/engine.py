@@ -25,6 +25,7 @@ from tokenloom.scheduler.core.request import FinishReason, Request, RequestRefus
 from tokenloom.scheduler.core.scheduler import Scheduler
 from tokenloom.scheduler.core.tenants import TenantPolicy
 from tokenloom.scheduler.engine_collector import COLLECTOR
+from tokenloom.scheduler.executor_wait import ExecutorWait
 from tokenloom.scheduler.load import LoadReporter, LoadState, load_of
 from tokenloom.scheduler.news import OVERLOAD_RETRY_S, NewsTeller, overload_of
 from tokenloom.scheduler.registry import Registry
@@ -72,6 +73,7 @@ class Engine:
         self._is_pump_due = False
         self._is_draining = False
         self._is_stopped = False
+        self._executor_wait = ExecutorWait(settings.executor_wait_s, self._give_up_waiting)
         self.registry = Registry()
         self._returns = Returns(settings.resumable_s, settings.resumable_bytes, self._abort_alone)
         self._teller = NewsTeller(self.registry, self._returns.note_end)
@@ -170,6 +172,7 @@ class Engine:
             raise Unavailable("the engine is about to stop", reason="DRAINING", retry_after_s=OVERLOAD_RETRY_S)
         if self.core is None:
             raise Unavailable("the executor is not ready yet", retry_after_s=OVERLOAD_RETRY_S)
+        self._executor_wait.check()
         now = time.monotonic()
         try:
             displaced = self.core.add_request(request, now, is_resubmission=is_resubmission)
@@ -239,11 +242,13 @@ class Engine:
             self._timer.cancel()
         self._reporter.stop()
         self._returns.stop()
+        self._executor_wait.end()
         for session in self.registry.sessions:
             session.outbox.close()
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: TokenloomError | None = None) -> None:
         if self.core is not None and (ended := self.core.finish(request_id, reason)) is not None:
+            ended.error = error
             self._teller.tell([ended], time.monotonic())
             self._pump_soon()
 
@@ -267,6 +272,7 @@ class Engine:
         self.cache_watchers.watch(self.core.kv.pool)
         self._sent_s.clear()
         self.is_executor_up = True
+        self._executor_wait.end()
         self._tell_readiness()
         log.info(
             "executor ready: %s, %d blocks of %d tokens", capabilities.description, num_blocks, capabilities.block_size
@@ -274,12 +280,19 @@ class Engine:
         self._pump_soon()
 
     def on_executor_lost(self, reason: str) -> None:
-        """Plans in flight are void; requests wait."""
+        """Plans in flight are void; requests wait for another executor, `executor_wait_s` at most."""
         metrics.EXECUTOR_LOSSES.inc()
         self.is_executor_up = False
+        self._executor_wait.begin()
         self._tell_readiness()
         self._tracer.abandon(reason)
         log.warning("executor lost (%s); %d requests wait for it", reason, len(self.registry.streams))
+
+    def _give_up_waiting(self) -> None:
+        error = self._executor_wait.error()
+        log.error("%s; %d requests fail, new ones are refused", error.message, len(self.registry.streams))
+        for request_id in list(self.registry.streams):
+            self._end(request_id, FinishReason.ERROR, error)
 
     def _tell_readiness(self) -> None:
         self.readiness_changed.set()
