@@ -195,17 +195,37 @@ def test_requests_go_to_the_tokenizer_with_the_fewest_in_flight(tmp_path: Path) 
         assert [answers[0].status_code for _, answers in waiting] == [200] * 6
 
 
-def test_a_draining_tokenizer_gets_no_new_requests_and_ends_its_own(tmp_path: Path) -> None:
-    with running_gateway(tmp_path) as stack:
-        stack.do(stack.tokenizer.may_step.clear)
-        thread, answers = in_thread(stack, BODY)
-        stack.wait_for(lambda: len(stack.tokenizer.starts) == 1)
+def test_a_draining_tokenizer_ends_its_own_requests_and_new_ones_wait_for_the_next(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, takeover_limit_s=0.3) as stack:
+        draining = stack.tokenizer
+        stack.do(draining.may_step.clear)
+        old, old_answers = in_thread(stack, BODY)
+        stack.wait_for(lambda: len(draining.starts) == 1)
+        stack.do(draining.ask_for_no_more)
+        stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
+        new, new_answers = in_thread(stack, BODY)
+        old.join(0.5)  # longer than the limit, which begins with the end of the drain
+        stack.do(draining.may_step.set)
+        old.join()
+        assert old_answers[0].status_code == 200
+        stack.run(stack.restart_tokenizer())
+        new.join()
+        assert new_answers[0].status_code == 200
+        assert len(draining.starts) == 1
+
+
+def test_a_request_that_waited_for_the_end_of_a_drain_ends_with_503_if_no_tokenizer_comes(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, takeover_limit_s=0.3) as stack:
         stack.do(stack.tokenizer.ask_for_no_more)
         stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
-        assert stack.http.post(CHAT, json=BODY).status_code == 503
-        stack.do(stack.tokenizer.may_step.set)
+        thread, answers = in_thread(stack, BODY)
+        thread.join(0.5)
+        assert not answers
+        stack.run(stack.tokenizer.stop())
         thread.join()
-        assert answers[0].status_code == 200
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "no_tokenizer"
+        assert answers[0].headers["retry-after"] == "1"
 
 
 def test_d23_a_drain_refuses_new_requests_and_lets_running_ones_end(stack: GatewayStack) -> None:
@@ -217,6 +237,7 @@ def test_d23_a_drain_refuses_new_requests_and_lets_running_ones_end(stack: Gatew
     stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
     refused = stack.http.post(CHAT, json=BODY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert refused.headers["connection"] == "close"
     assert stack.http.get("/health").status_code == 200
     stack.do(stack.tokenizer.may_step.set)
     drain.result(8)

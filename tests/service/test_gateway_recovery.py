@@ -192,7 +192,7 @@ def test_a_client_that_goes_away_in_a_recovery_is_cancelled(stack: GatewayStack)
         lines = answer.iter_lines()
         next(lines)
         stack.run(stack.tokenizer.stop())
-        stack.wait_for(lambda: stack.http.get("/ready").status_code == 503)
+        stack.wait_for(lambda: not stack.stage._pool._clients[0].is_up)
     stack.wait_for(lambda: stack.stage._pool.num_in_flight == 0)  # it left while nobody could be told
     stack.run(stack.restart_tokenizer())
     stack.wait_for(lambda: len(stack.tokenizer.cancelled) == 1)  # now somebody can

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
@@ -312,17 +313,53 @@ def test_only_a_gateways_resubmission_passes_the_bound_and_keeps_its_age(tmp_pat
     run(scenario())
 
 
-def test_gateways_are_told_that_the_stage_drains(tmp_path: Path) -> None:
+def test_gateways_are_told_that_the_stage_drains_also_those_that_connect_then(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with tokenizer_on(tmp_path) as stack:
             gateway = Gateway(stack)
             await gateway.open()
             gateway.read()
-            await stack.stage.drain(1.0)
-            await until(lambda: gateway.is_draining)
+            stack.engine.may_step.clear()
             await gateway.start(chat_request())
-            await until(lambda: gateway.failed)
-            assert gateway.failed[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
+            await until(lambda: stack.engine.num_living == 1)
+            draining = asyncio.create_task(stack.stage.drain(10.0))
+            await until(lambda: gateway.is_draining)
+            late = Gateway(stack)
+            await late.open()
+            late.read()
+            await until(lambda: late.is_draining)
+            await late.start(chat_request())
+            await until(lambda: late.failed)
+            assert late.failed[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
+            assert late.failed[1].reason == "DRAINING"
+            stack.engine.may_step.set()
+            await draining
+            for session in (gateway, late):  # the stage ends them when there is nothing more to tell
+                assert session.reader is not None
+                await session.reader
+            assert gateway.completed.keys() == {1}
+            assert await gateway.call.code() is grpc.StatusCode.OK
+
+    run(scenario())
+
+
+def test_what_is_left_at_the_end_of_the_grace_period_is_given_back_to_the_gateway_which_knew_of_the_drain(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack:
+            stack.engine.may_step.clear()
+            gateway = Gateway(stack)
+            await gateway.open()
+            gateway.read()
+            await gateway.start(chat_request(), chat_request())
+            await until(lambda: stack.engine.num_living == 2)
+            await stack.stage.drain(0.0)
+            assert gateway.reader is not None
+            await gateway.reader
+            assert [error.reason for error in gateway.failed.values()] == ["DRAINING"] * 2
+            assert next(frame for frame in gateway.frames if frame.draining or frame.failed).draining
+            assert await gateway.call.code() is grpc.StatusCode.OK
 
     run(scenario())
 

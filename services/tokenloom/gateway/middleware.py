@@ -114,7 +114,7 @@ def _finish(scope: Scope, info: RequestInfo) -> None:
 
 
 class DrainGate:
-    """Refuses new requests while the gateway drains."""
+    """Refuses new requests while the gateway drains, and asks clients to bring no more on their connections."""
 
     def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
         self._app = app
@@ -122,12 +122,21 @@ class DrainGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] == "http" and self._is_draining() and scope["path"] not in OPEN_PATHS:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_draining():
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        if self._is_draining() and scope["path"] not in OPEN_PATHS:
             refusal = Unavailable("the gateway is shutting down", reason="SHUTTING_DOWN")
             info_of(scope).error = refusal
-            await error_response(to_http(refusal))(scope, receive, send)
+            await error_response(to_http(refusal))(scope, receive, send_last)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, send_last)
 
 
 class KeyGate:

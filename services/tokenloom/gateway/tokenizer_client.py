@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ class TokenizerClient:
         is_up: a session is open.
         is_draining: the tokenizer asked for no new requests.
         is_serving: its health says SERVING.
+        has_served: it did so in this session, so its engine is known there: it keeps requests while that is away.
+        left_at_s: when a session last ended because the tokenizer stopped; the loop's clock.
     """
 
     def __init__(
@@ -136,6 +139,8 @@ class TokenizerClient:
         self.is_up = False
         self.is_draining = False
         self.is_serving = False
+        self.has_served = False
+        self.left_at_s = -math.inf
         self._client_id = client_id
         self._metadata = bearer_metadata(cluster_token)
         self._on_lost = on_lost
@@ -216,8 +221,10 @@ class TokenizerClient:
                 log.exception("unexpected error in the session with tokenizer %s", self.address)
                 why = "unexpected error"
             finally:
+                was_draining = self.is_draining
                 was_up = self._lose_session(is_overfull)
-            log.log(logging.WARNING if was_up else logging.DEBUG, "no session with tokenizer %s: %s", self.address, why)
+            level = logging.DEBUG if not was_up else logging.INFO if was_draining else logging.WARNING
+            log.log(level, "no session with tokenizer %s: %s", self.address, why)
             backoff_s = _FIRST_BACKOFF_S if was_up else min(backoff_s * 2, _MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
@@ -229,7 +236,7 @@ class TokenizerClient:
             await self._greet(stream)
             self._outbox = Outbox()
             writer = asyncio.create_task(self._write(stream, self._outbox))
-            self.is_up = True
+            self.is_up, self.has_served = True, self.is_serving
             metrics.SESSIONS.labels(self.address).set(1)
             self._on_up()
             while isinstance(frame := await stream.read(), inference_pb2.SessionResponse):
@@ -261,8 +268,9 @@ class TokenizerClient:
         for handle in (*ended, *given_back):
             self._calls.pop(handle, None)
             self._generations.pop(handle, None)
-        if calls:  # health tells soon that it takes no more, also if it is the engine that stops
-            asyncio.get_running_loop().call_later(_GIVEN_BACK_PAUSE_S, self._on_lost, calls, False)
+        if calls:  # if it did not say yet that it drains, it is about to
+            pause_s = 0.0 if self.is_draining else _GIVEN_BACK_PAUSE_S
+            asyncio.get_running_loop().call_later(pause_s, self._on_lost, calls, False)
 
     @staticmethod
     async def _write(stream: Any, outbox: Outbox) -> None:
@@ -273,7 +281,9 @@ class TokenizerClient:
     def _lose_session(self, is_overfull: bool) -> bool:
         """Give the session's calls back. Returns: whether there was one."""
         was_up = self.is_up
-        self.is_up = self.is_draining = False
+        if was_up and self.is_draining:
+            self.left_at_s = asyncio.get_running_loop().time()
+        self.is_up = self.is_draining = self.has_served = False
         metrics.SESSIONS.labels(self.address).set(0)
         lost = list(self._calls.values())
         self._calls.clear()
@@ -291,6 +301,7 @@ class TokenizerClient:
                 async for response in stub.Watch(request):
                     self.is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
                     if self.is_serving:
+                        self.has_served = self.is_up
                         self._on_up()
             except grpc.aio.AioRpcError as error:
                 log.debug("no health from tokenizer %s: %s", self.address, error.details())

@@ -2,7 +2,9 @@
 
 A request whose session was lost goes on through another one, behind the tokens that were taken of it: at once if a
 healthy tokenizer is there, else as soon as one is. The engine keeps what runs for a while (takeover_s, 10 s), so it is
-not computed again if that is soon. New requests wait too, for as long as the last tokenizer may be on its way back.
+not computed again if that is soon. New requests wait too, for as long as the last tokenizer may be on its way back;
+the time of a drain, in which it runs what it has and takes nothing new, does not count. A tokenizer whose engine is
+away keeps new requests itself.
 
 A session that ended because something was too large for it would end again with the same request, and with it all its
 neighbours. So large requests are not sent again then, and others only once unless they went on. The like holds for a
@@ -14,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from tokenloom.common.errors import (
@@ -75,7 +78,7 @@ class TokenizerPool:
         self._waiting: dict[str, Call] = {}
         self._left: list[tuple[float, Call]] = []
         self._is_sending = False
-        self._lost_at_s: float | None = None
+        self._lost_at_s = -math.inf
         self._is_closed = False
         self._is_stopped = False
         self._is_idle = asyncio.Event()
@@ -125,9 +128,9 @@ class TokenizerPool:
             limit = self._max_num_requests
             raise ResourceExhausted(f"{limit} requests are in flight; try again later", retry_after_s=1.0)
         loop = asyncio.get_running_loop()
-        wait_s = 0.0 if self._lost_at_s is None else self._lost_at_s + self._takeover_limit_s - loop.time()
-        client = self._find(only_healthy=wait_s > 0)
-        if client is None and wait_s <= 0:
+        wait_s = max(self._lost_at_s, self._left_at_s) + self._takeover_limit_s - loop.time()
+        client = self._find_healthy() or self._find_keeping()
+        if client is None and wait_s <= 0 and (client := self._find_any()) is None:
             raise _unreachable()
         call = Call(generation, start, loop.time(), loop.time() + timeout_s)
         self._open[generation.request_id] = generation
@@ -150,7 +153,7 @@ class TokenizerPool:
 
     async def list_models(self, api_key: str) -> list[ModelInfo]:
         """The models served, for the caller with this key. Raises: TokenloomError."""
-        client = self._find()
+        client = self._find_healthy() or self._find_any()
         if client is None:
             raise _unreachable()
         return await client.list_models(api_key)
@@ -164,11 +167,24 @@ class TokenizerPool:
         for generation in list(self._open.values()):
             generation.abandon(error)
 
-    def _find(self, *, only_healthy: bool = False) -> TokenizerClient | None:
-        """The healthy tokenizer with the fewest requests in flight; without one, any that is there, if that will do."""
-        candidates = [client for client in self._clients if client.is_up and not client.is_draining]
-        found = min(candidates, key=lambda client: (not client.is_serving, client.num_in_flight), default=None)
-        return None if found is None or (only_healthy and not found.is_serving) else found
+    def _find_healthy(self) -> TokenizerClient | None:
+        """The healthy tokenizer with the fewest requests in flight."""
+        return _least_busy(client for client in self._clients if client.is_serving)
+
+    def _find_keeping(self) -> TokenizerClient | None:
+        """One whose engine is away for a while."""
+        return _least_busy(client for client in self._clients if client.has_served)
+
+    def _find_any(self) -> TokenizerClient | None:
+        """One that is there, whatever it answers."""
+        return _least_busy(self._clients)
+
+    @property
+    def _left_at_s(self) -> float:
+        """When a tokenizer that stops left, or is about to leave."""
+        if any(client.is_up and client.is_draining for client in self._clients):
+            return asyncio.get_running_loop().time()
+        return max(client.left_at_s for client in self._clients)
 
     def _take_back(self, calls: list[Call], is_overfull: bool) -> None:
         """A session was lost, or a tokenizer gave requests back: let them go on through another one."""
@@ -208,13 +224,13 @@ class TokenizerPool:
     def _send_some(self) -> None:
         self._is_sending = False
         for request_id in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
-            client = self._find(only_healthy=True)
+            client = self._find_healthy()
             if client is None:
                 return
             call = self._waiting.pop(request_id)
             call.end_wait()
             self._send_again(call, client)
-        if self._left and (client := self._find(only_healthy=True)) is not None:
+        if self._left and (client := self._find_healthy()) is not None:
             self._cancel_left(client)
         if self._waiting:
             self._is_sending = True
@@ -245,8 +261,18 @@ class TokenizerPool:
                 loop.call_later(_CANCEL_AFTER_S, call.generation.on_abandoned)
 
     def _give_up(self, call: Call, error: TokenloomError) -> None:
-        if self._waiting.pop(call.generation.request_id, None) is not None:
+        now_s = asyncio.get_running_loop().time()
+        more_s = self._left_at_s + self._takeover_limit_s - now_s
+        if more_s > 0 and call.deadline_s > now_s and call.generation.request_id in self._waiting:
+            self._wait_for_session(call, more_s, error)  # meanwhile one began to stop, or left
+        elif self._waiting.pop(call.generation.request_id, None) is not None:
             call.generation.fail(error)
+
+
+def _least_busy(clients: Iterable[TokenizerClient]) -> TokenizerClient | None:
+    """Of those that take new requests, the one with the fewest in flight."""
+    there = [client for client in clients if client.is_up and not client.is_draining]
+    return min(there, key=lambda client: client.num_in_flight, default=None)
 
 
 def _unreachable() -> Unavailable:

@@ -64,11 +64,12 @@ class GatewaySession:
         self._wants_ids = False
         self._left: set[int] = set()
         self._must_tell_draining = False
+        self._is_ending = False
 
     async def run(
         self, messages: AsyncIterator[inference_pb2.SessionRequest]
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
-        """Read the gateway's messages and yield ours, until it ends its side and all its requests have ended.
+        """Read the gateway's messages and yield ours, until one side ends the session and all its requests have ended.
 
         Raises: FailedPrecondition if the gateway speaks another schema; ResourceExhausted if it reads too slowly.
         """
@@ -87,17 +88,18 @@ class GatewaySession:
         try:
             while True:
                 batch = await self._outbox.take()
+                if self._must_tell_draining:  # before the requests that are given back, which go elsewhere then
+                    self._must_tell_draining = False
+                    yield inference_pb2.SessionResponse(draining=True)
                 for part in parts_of(batch):
                     yield self._converter.frame(part, self._wants_ids)
                     await asyncio.sleep(0)
                 if self._must_tell_load:
                     self._must_tell_load = False
                     yield inference_pb2.SessionResponse(load=self._load())
-                if self._must_tell_draining:
-                    self._must_tell_draining = False
-                    yield inference_pb2.SessionResponse(draining=True)
-                if reader.done() and not self._outbox.has_news:
-                    reader.result()
+                if (reader.done() or self._is_ending) and not self._outbox.has_news:
+                    if reader.done():
+                        reader.result()
                     if not self._requests:
                         return
         finally:
@@ -125,6 +127,11 @@ class GatewaySession:
     def tell_draining(self) -> None:
         """Ask the gateway for no new requests."""
         self._must_tell_draining = True
+        self._outbox.wake()
+
+    def end(self) -> None:
+        """End the session when all its requests have ended and the gateway knows."""
+        self._is_ending = True
         self._outbox.wake()
 
     async def _hello(self, messages: AsyncIterator[inference_pb2.SessionRequest]) -> inference_pb2.SessionRequest:

@@ -58,6 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._session_outbox_bytes = session_outbox_bytes
         self._created_s = int(time.time())
         self._sessions: set[GatewaySession] = set()
+        self._is_draining = False
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:
         """Continue a conversation."""
@@ -92,6 +93,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             load=self._session_load,
         )
         self._sessions.add(session)
+        if self._is_draining:
+            session.tell_draining()
         try:
             async for response in session.run(request_iterator):
                 yield response
@@ -157,9 +160,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def tell_draining(self) -> None:
-        """Ask all gateways for no new requests."""
+        """Ask all gateways for no new requests, those that connect from now on included."""
+        self._is_draining = True
         for session in self._sessions:
             session.tell_draining()
+
+    def end_sessions(self) -> None:
+        """End the gateways' sessions, each when its requests have ended."""
+        for session in self._sessions:
+            session.end()
 
     async def _events(self, request: GenerationRequest) -> AsyncIterator[inference_pb2.GenerationEvent]:
         """The events of one direct call; leaving it early cancels the request."""

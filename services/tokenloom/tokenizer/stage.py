@@ -100,11 +100,15 @@ class TokenizerStage:
         log.info("listening on %s, waiting for the scheduler at %s", self._config.listen, self._config.scheduler)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop being ready, refuse new requests, let running ones finish; what is left after `grace_s` fails."""
+        """Stop being ready, refuse new requests, let running ones finish.
+
+        What is left after `grace_s` is given back to the gateways, which go on elsewhere, or fails.
+        """
         self._is_draining = True
         await self._server.set_serving(False)
         self._servicer.tell_draining()
         await self._generation.drain(grace_s)
+        self._servicer.end_sessions()
 
     async def stop(self) -> None:
         """End everything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,8 @@ class NotingClient:
     def __init__(
         self, address: str, token: str, client_id: str, on_lost: Callable[[list[Call], bool], None], on_up: Any
     ) -> None:
-        self.is_up, self.is_serving, self.is_draining = True, True, False
-        self.num_in_flight = 0
+        self.is_up, self.is_serving, self.has_served, self.is_draining = True, True, True, False
+        self.num_in_flight, self.left_at_s = 0, -math.inf
         self.calls: list[Call] = []
         self.cancelled: list[str] = []
         self.on_lost, self.on_up = on_lost, on_up
@@ -40,7 +41,7 @@ class NotingClient:
     def lose(self, *, is_overfull: bool = False, comes_back: bool = True) -> None:
         """End the session, and open the next one unless told otherwise."""
         lost, self.calls = self.calls, []
-        self.is_up = False
+        self.is_up = self.has_served = False
         self.on_lost(lost, is_overfull)
         if comes_back:
             self.is_up = True
@@ -59,11 +60,11 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> list[NotingClient]:
     return made
 
 
-def submit(pool: TokenizerPool, request_id: str, num_bytes: int = 1) -> Generation:
+def submit(pool: TokenizerPool, request_id: str, num_bytes: int = 1, timeout_s: float = 60.0) -> Generation:
     generation = Generation(request_id, 1000)
     prompt = inference_pb2.Prompt(text="x" * num_bytes)
     start = inference_pb2.SessionStart(complete=inference_pb2.CompleteRequest(prompts=[prompt]))
-    pool.submit(generation, start, 60.0)
+    pool.submit(generation, start, timeout_s)
     return generation
 
 
@@ -215,5 +216,39 @@ def test_many_requests_are_sent_again_over_several_turns_of_the_loop(clients: li
         for _ in range(10):
             await asyncio.sleep(0)
         assert [call.generation for call in clients[0].calls] == generations
+
+    asyncio.run(story())
+
+
+def test_a_tokenizer_whose_engine_is_away_keeps_new_requests_unless_another_one_is_healthy(
+    clients: list[NotingClient],
+) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a", "b"], "", "", 10)
+        clients[0].lose(comes_back=False)
+        clients[1].is_serving = False
+        new = submit(pool, "new")
+        assert [call.generation for call in clients[1].calls] == [new]
+        clients[0].is_up = clients[0].is_serving = True
+        clients[0].on_up()
+        submit(pool, "newer")
+        assert len(clients[0].calls) == len(clients[1].calls) == 1
+
+    asyncio.run(story())
+
+
+def test_the_time_of_a_drain_does_not_count_for_those_who_wait_for_its_end(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10, takeover_limit_s=0.1)
+        clients[0].is_draining = True
+        patient, hurried = submit(pool, "patient"), submit(pool, "hurried", timeout_s=0.15)
+        await asyncio.sleep(0.3)
+        assert (await error_of(hurried)).reason == "DEADLINE_EXCEEDED"
+        clients[0].is_draining, clients[0].left_at_s = False, asyncio.get_running_loop().time()
+        clients[0].lose(comes_back=False)
+        await asyncio.sleep(0.05)
+        assert not patient.is_over
+        await asyncio.sleep(0.15)
+        assert (await error_of(patient)).reason == "NO_TOKENIZER"
 
     asyncio.run(story())
