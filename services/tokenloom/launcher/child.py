@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _HEALTHY_AFTER_S = 30.0
+_CLEAN_AFTER_S = 1.0  # who ends sooner did not even start, whatever its exit code says
 
 
 class Child:
-    """A stage's process, started again with backoff when it dies.
+    """A stage's process, started again with backoff when it dies, and at once when it was told to stop and did.
 
     Args:
         name: of the stage.
@@ -67,13 +68,17 @@ class Child:
             code = await self._process.wait()
             if self._is_stopping or (code == EXIT_SETUP and self._is_fatal()):
                 return code
-            if loop.time() - started_s > _HEALTHY_AFTER_S:
+            self.num_restarts += 1
+            lived_s = loop.time() - started_s
+            if code == 0 and lived_s > _CLEAN_AFTER_S:
+                log.info("%s was stopped; starting it again", self.name)
+                continue
+            if lived_s > _HEALTHY_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
             log.warning("%s %s; starting it again in %.1f s", self.name, _how_it_ended(code), backoff_s)
             await asyncio.sleep(backoff_s)
             if self._is_stopping:
                 return code
-            self.num_restarts += 1
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def stop(self, grace_s: float) -> None:
