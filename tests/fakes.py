@@ -60,6 +60,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
 
     Attributes:
         submits: every Submit that came, in order; cancelled and finished: request ids, the latter with tokens kept.
+        detached: request ids of choices whose clients may come back; nothing more is told of them.
         attached: handles and request ids of what was attached; nothing is told of it.
         tenants: every definition of a tenant that came, each with the number of submits that came before it.
         hellos: of every session that was opened; num_messages: what came after them.
@@ -104,6 +105,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         self.hellos: list[engine_pb2.Hello] = []
         self.num_messages = 0
         self.cancelled: list[str] = []
+        self.detached: list[str] = []
         self.attached: dict[int, str] = {}
         self.finished: list[tuple[str, int]] = []
         self.frames: list[engine_pb2.EngineServiceSessionResponse] = []
@@ -226,6 +228,9 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
                     self.cancelled.append(choice.submit.request_id)
                 elif cancel.handle in self.attached:
                     self.cancelled.append(self.attached[cancel.handle])
+            for detach in message.detaches:
+                if (choice := session.choices.pop(detach.handle, None)) is not None:
+                    self.detached.append(choice.submit.request_id)
         session.news.put_nowait(None)
 
     async def _step_on(self) -> None:

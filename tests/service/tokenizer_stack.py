@@ -271,6 +271,9 @@ class Gateway:
     async def cancel(self, *handles: int) -> None:
         await self.call.write(inference_pb2.SessionRequest(cancelled_handles=handles))
 
+    async def detach(self, *handles: int) -> None:
+        await self.call.write(inference_pb2.SessionRequest(detached_handles=handles))
+
 
 def chat_request(text: str = "hi", **options: Any) -> inference_pb2.ChatRequest:
     """A chat with one user message; `options` as for `generation_options`."""

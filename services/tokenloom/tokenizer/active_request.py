@@ -27,7 +27,7 @@ from tokenloom.tokenizer.engine_client import EngineClient
 from tokenloom.tokenizer.events import TIME_IS_UP, Accepted, ChoiceFinished, Completed, Delta, EventSink
 from tokenloom.tokenizer.metrics import PROMPT_TOKENS
 from tokenloom.tokenizer.stop_strings import StopStrings
-from tokenloom.tokenizer.validation import check_resumed_ids
+from tokenloom.tokenizer.validation import check_num_skipped, check_resumed_ids
 
 _RESUMED_IDS_AT_ONCE = 64
 _SEED_DOMAIN = b"tokenloom/choice-seed"
@@ -85,7 +85,7 @@ class ActiveRequest:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of all choices so far."""
-        return sum(len(choice.token_ids) for choice in self._choices)
+        return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def deadline_s(self) -> float | None:
@@ -129,11 +129,12 @@ class ActiveRequest:
             submission = self._submission(index, prompts[index // options.num_choices], sampling, stop, trace)
             self._choices.append(Choice(self, rules, submission))
             self._choices[-1].num_cached_tokens = options.num_cached_tokens.get(index)
+            self._skip(self._choices[-1])
         for choice, ids in zip(self._choices, options.resume_token_ids, strict=False):
             await self._resume(choice, ids)
         self._num_open = sum(choice.is_open for choice in self._choices)
         if isinstance(self.request.input, CompleteInput) and self.request.input.echo:  # a resumed choice had it
-            self._to_echo = {choice.index for choice in self._choices if choice.is_open and not choice.token_ids}
+            self._to_echo = {choice.index for choice in self._choices if choice.is_open and not choice.num_tokens}
         PROMPT_TOKENS.inc(self.num_prompt_tokens)
 
     async def _resume(self, choice: Choice, ids: Sequence[int]) -> None:
@@ -145,6 +146,16 @@ class ActiveRequest:
         for start in range(0, len(ids), _RESUMED_IDS_AT_ONCE):
             choice.resume(ids[start : start + _RESUMED_IDS_AT_ONCE])
             await asyncio.sleep(0)
+
+    def _skip(self, choice: Choice) -> None:
+        """Let a choice say nothing of the tokens that its reader counted."""
+        options = self.request.options
+        num_tokens = options.num_skipped_tokens.get(choice.index, 0)
+        check_num_skipped(num_tokens, choice.submission.stop.max_tokens, self._info)
+        if num_tokens and choice.index in options.finished_choices:
+            choice.set_ended((), num_tokens)
+        else:
+            choice.skip(num_tokens)
 
     def _submission(
         self,
@@ -213,17 +224,24 @@ class ActiveRequest:
             if choice.is_open and choice.submission.request_id in taken_ids:
                 choice.is_open = False
                 self._engine.forget(choice.handle)
-        self.cancel_open("taken_over")
+        self.leave("taken_over", may_return=True)
         self.fail(Cancelled("a later call with the same request id took this one over", reason="TAKEN_OVER"))
 
-    def cancel_open(self, why: str) -> None:
-        """Give up what has not ended."""
+    def leave(self, why: str, *, may_return: bool) -> None:
+        """Give up what has not ended.
+
+        Args:
+            may_return: the client of a resumable request may come back for it.
+        """
         if self.done.done() and not self.done.cancelled():
             self.done.exception()  # may be set after the waiter had gone
         for choice in self._choices:
             if choice.is_open:
                 choice.is_open = False
-                self._engine.cancel(choice.handle, why)
+                if may_return and self.request.options.resumable:
+                    self._engine.detach(choice.handle)
+                else:
+                    self._engine.cancel(choice.handle, why)
 
     # --- what choices report ---
 

@@ -2,7 +2,8 @@
 
 Text after any token is a function of the ids up to it alone: of the stream decoder, which waits for whole characters,
 and the stop matcher, which holds back what may be the start of a stop string. So a choice that is taken up again from
-its ids goes on exactly where its reader stopped. Only what the end sets free is not: it is told as text of no token, so
+its ids goes on exactly where its reader stopped. If the reader knows only their number, they come from the engine again
+and are taken in silence (`skip`). Only what the end sets free is no such function: it is told as text of no token, so
 that a reader who did not see the end knows what to drop.
 """
 
@@ -77,6 +78,7 @@ class Choice:
         self._matcher = StopMatcher(rules.stop_strings)
         self._token_ids: list[int] = []
         self._next_prompt_position = 1
+        self._num_skipped = 0
         self._delta = self._next_delta()
         self.handle = 0
         """The engine session's name for it, set by who submits it."""
@@ -96,9 +98,16 @@ class Choice:
             self._next_prompt_position = len(self._submission.prompt_token_ids)
         self._delta = self._next_delta()
 
-    def set_ended(self, token_ids: Sequence[int]) -> None:
-        """Its reader saw its end: nothing more is told, its ids count in the usage."""
+    def skip(self, num_tokens: int) -> None:
+        """Say nothing of the first tokens: its reader has them. A choice that has ended by then tells just its end."""
+        self._num_skipped = num_tokens
+        if num_tokens:
+            self._next_prompt_position = len(self._submission.prompt_token_ids)
+
+    def set_ended(self, token_ids: Sequence[int], num_skipped: int = 0) -> None:
+        """Its reader saw its end: nothing more is told. Its tokens, by ids or number, count in the usage."""
         self._token_ids += token_ids
+        self._num_skipped = num_skipped
         self.is_open = False
 
     @property
@@ -115,6 +124,11 @@ class Choice:
     def token_ids(self) -> Sequence[int]:
         """The ids so far, those it was resumed with included."""
         return self._token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has; before any came from the engine, those that its reader counted."""
+        return len(self._token_ids) or self._num_skipped
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -159,11 +173,15 @@ class Choice:
         self._owner.on_choice_started(self)
         for i in range(num_known, len(token_ids)):
             self._push(token_ids[i])
-            self._account(token_ids[i], logprobs[i] if logprobs else None)
+            if len(self._token_ids) > self._num_skipped:
+                self._account(token_ids[i], logprobs[i] if logprobs else None)
+            elif len(self._token_ids) == self._num_skipped:
+                self._drop_text()
             if self._matcher.found:
                 self._finish_by_stop_string()
                 return
-        self._send(is_last=False)
+        if len(self._token_ids) >= self._num_skipped:
+            self._send(is_last=False)
 
     def on_finished(self, finish: EngineFinish) -> None:
         """End the choice as the engine says."""
@@ -235,6 +253,12 @@ class Choice:
             self._delta = self._next_delta()
             self._owner.on_choice_delta(delta)
 
+    def _drop_text(self) -> None:
+        """Begin a new delta: what was gathered was told before."""
+        num_cached_tokens = self._delta.num_cached_tokens
+        self._delta = self._next_delta()
+        self._delta.num_cached_tokens = num_cached_tokens
+
     def _next_delta(self) -> Delta:
         return Delta(self.index, first_token_index=len(self._token_ids), is_ids_wanted=self._rules.return_token_ids)
 
@@ -242,6 +266,9 @@ class Choice:
 
     def _finish(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
         """End by token: what is held back is text after all, unless it completes a stop string."""
+        if len(self._token_ids) < self._num_skipped:
+            self._end(ChoiceFinished(self.index, reason, stop_token_id=stop_token_id))
+            return
         self._send(is_last=True)
         self._add_text(self._detokenizer.flush())
         if self._matcher.found:
@@ -254,6 +281,8 @@ class Choice:
         self._end(ChoiceFinished(self.index, FinishReason.STOP, stop_string=self._matcher.found))
 
     def _end(self, finished: ChoiceFinished) -> None:
+        if len(self._token_ids) < self._num_skipped:
+            self._drop_text()
         self._send(is_last=True)
         self.is_open = False
         self._owner.on_choice_finished(self, finished)

@@ -137,6 +137,7 @@ def _options(proto: inference_pb2.GenerationOptions) -> domain.Options:
         finished_choices=frozenset(proto.finished_choices),
         num_cached_tokens=dict(proto.num_cached_tokens),
         resumable=proto.resumable,
+        num_skipped_tokens=dict(proto.num_skipped_tokens),
     )
 
 
@@ -416,20 +417,23 @@ def stop_proto(stop: domain.StopConditions) -> common_pb2.StopConditions:
 
 
 def token_rows(outputs: engine_pb2.StepOutputs) -> Iterator[events.TokenRow]:
-    """The rows of a step's columns."""
+    """The rows of a step's columns, long ones in parts: those of a request that is told from its first token on."""
     ids, entry_ids, entry_values = list(outputs.token_ids), outputs.logprob_token_ids, outputs.logprobs
     widths = outputs.num_logprobs_per_token or itertools.repeat(0)
     at = entry_at = 0
     for handle, first, count, width in zip(
         outputs.handles, outputs.first_token_indexes, outputs.num_tokens, widths, strict=False
     ):
-        logprobs: list[events.PositionLogprobs] = []
-        if width:
-            end = entry_at + count * width
-            logprobs = _positions(entry_ids[entry_at:end], entry_values[entry_at:end], width)
-            entry_at = end
-        yield events.TokenRow(handle, first, ids[at : at + count], logprobs)
-        at += count
+        num_at_once = max(1, events.MAX_LOGPROBS_PER_EVENT // (width or 1))
+        for start in range(0, count, num_at_once):
+            num_tokens = min(num_at_once, count - start)
+            logprobs: list[events.PositionLogprobs] = []
+            if width:
+                end = entry_at + num_tokens * width
+                logprobs = _positions(entry_ids[entry_at:end], entry_values[entry_at:end], width)
+                entry_at = end
+            yield events.TokenRow(handle, first + start, ids[at : at + num_tokens], logprobs)
+            at += num_tokens
 
 
 def prompt_positions(proto: engine_pb2.PromptLogprobs) -> list[events.PositionLogprobs]:

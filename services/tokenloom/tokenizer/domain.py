@@ -100,6 +100,7 @@ class Options:
     finished_choices: frozenset[int] = frozenset()
     num_cached_tokens: Mapping[int, int] = field(default_factory=dict)
     resumable: bool = False
+    num_skipped_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ _MAX_BACKOFF_S = 1.0
 _MAX_HANDLE = (1 << 32) - 1
 _RETRY_AFTER_S = 1.0
 _DRAINING = "DRAINING"
+_MAX_TOKENS_PER_TURN = 1024  # their text takes a few milliseconds
 
 
 class EngineClient:
@@ -177,6 +178,17 @@ class EngineClient:
             self._outbox.cancels[handle] = why
             self._outbox.filled.set()
 
+    def detach(self, handle: int) -> None:
+        """Tell the engine that a resumable choice's client may come back for it; nothing more is heard of it.
+
+        One that the engine of this session has not seen is as its last session left it.
+        """
+        entry = self._living.pop(handle, None)
+        is_waiting = self._outbox.drop_submit(handle)
+        if entry is not None and self._is_up and entry.is_in_session and not is_waiting:
+            self._outbox.detaches.append(handle)
+            self._outbox.filled.set()
+
     def abandon(self, request_id: str, why: str) -> None:
         """End a choice that a lost session may have left behind in the engine; nothing is heard of it."""
         if self._is_up:
@@ -244,9 +256,9 @@ class EngineClient:
                 raise Unavailable(await call.details() or "the scheduler ended the session")
             self._on_up(self._checked(first))
             writer = asyncio.get_running_loop().create_task(self._write(call), name="engine-session-writer")
-            self._take(first)
+            await self._take(first)
             while (frame := await call.read()) is not EOF:
-                self._take(frame)
+                await self._take(frame)
             raise Unavailable(await call.details() or "the scheduler ended the session")
         finally:
             call.cancel()
@@ -330,8 +342,8 @@ class EngineClient:
 
     # --- frames ---
 
-    def _take(self, frame: engine_pb2.EngineServiceSessionResponse) -> None:
-        """Hand what a frame brought to the listeners, in the order of its fields."""
+    async def _take(self, frame: engine_pb2.EngineServiceSessionResponse) -> None:
+        """Hand what a frame brought to the listeners, in the order of its fields; others run within a large one."""
         for rejected in frame.rejected:
             if rejected.error.reason == _DRAINING:
                 self._keep(rejected.handle)
@@ -344,7 +356,12 @@ class EngineClient:
             self._tell(run.handle, "on_prompt_logprobs", run.first_position, convert.prompt_positions(run))
         if frame.HasField("outputs"):
             GENERATION_TOKENS.inc(len(frame.outputs.token_ids))
+            num_in_turn = 0
             for row in convert.token_rows(frame.outputs):
+                num_in_turn += len(row.token_ids)
+                if num_in_turn > _MAX_TOKENS_PER_TURN:
+                    num_in_turn = 0
+                    await asyncio.sleep(0)
                 self._tell(row.handle, "on_tokens", row.first_token_index, row.token_ids, row.logprobs)
         for finished in frame.finished:
             self._tell(finished.handle, "on_finished", convert.engine_finish(finished))

@@ -80,6 +80,7 @@ class EngineOutbox:
         attaches: choices of a lost session that are taken over only to be ended: request id and tokens had.
         finishes: tokens kept of choices that a stop string ended.
         cancels: why choices are given up.
+        detaches: choices that are left to themselves.
         num_submitted_ids: ids in `submits`.
         filled: set while there is something.
     """
@@ -90,6 +91,7 @@ class EngineOutbox:
         self.attaches: dict[int, tuple[str, int]] = {}
         self.finishes: dict[int, int] = {}
         self.cancels: dict[int, str] = {}
+        self.detaches: list[int] = []
         self.num_submitted_ids = 0
         self.filled = asyncio.Event()
 
@@ -120,13 +122,14 @@ class EngineOutbox:
         self.attaches.clear()
         self.finishes.clear()
         self.cancels.clear()
+        self.detaches.clear()
         self.num_submitted_ids = 0
         self.filled.clear()
 
     def messages(self) -> Iterator[engine_pb2.EngineServiceSessionRequest]:
         """Empty the outbox into messages of bounded size."""
         self.filled.clear()
-        while self.tenants or self.submits or self.finishes or self.cancels:  # what is attached is ended too
+        while self.tenants or self.submits or self.finishes or self.cancels or self.detaches:  # attached ones are ended
             message = engine_pb2.EngineServiceSessionRequest(tenants=map(convert.tenant_policy, self.tenants))
             self.tenants.clear()
             num_ids = 0
@@ -144,9 +147,12 @@ class EngineOutbox:
                     message.finishes.add(handle=handle, num_tokens_kept=num_tokens_kept, reason=reason)
                 for handle, why in self.cancels.items():
                     message.cancels.add(handle=handle, reason=why)
+                for handle in self.detaches:
+                    message.detaches.add(handle=handle)
                 self.attaches.clear()
                 self.finishes.clear()
                 self.cancels.clear()
+                self.detaches.clear()
             yield message
 
 

@@ -170,6 +170,10 @@ class GatewaySession:
                 self._left.add(handle)
                 self._outbox.close(handle)
                 self._cancel(handle)
+        for handle in message.detached_handles:
+            if handle in self._requests:
+                self._outbox.close(handle)
+                self._cancel(handle)
 
     async def _serve(self, start: inference_pb2.SessionStart) -> None:
         """One request; it ends with exactly one of Completed and Failed, or with nothing if it was cancelled."""
@@ -179,8 +183,12 @@ class GatewaySession:
             request = session_start(start, caller, self._wants_ids)
             await self._generation.run(request, RequestSink(self._outbox, handle))
         except asyncio.CancelledError:
-            if handle in self._left and request is not None and request.age_s is not None:
-                self._generation.abandon(request)  # it may not have come so far as to take over what the engine has
+            if (
+                handle in self._left
+                and request is not None
+                and (request.age_s is not None or request.options.resumable)
+            ):
+                self._generation.abandon(request)  # what the engine has of it: left alone, or not taken over yet
             raise
         except TokenloomError as error:
             self._outbox.put(handle, Failed(error))

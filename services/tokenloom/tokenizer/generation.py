@@ -6,7 +6,8 @@
 4. Each choice is submitted to the engine; all or none.
 5. At the engine's first sign of life Accepted is told, so that a refusal before it is the call's own status.
 6. Choices turn tokens into deltas (choice.py) until each has ended; then Completed is told.
-7. However it ends, choices that are still open are cancelled at the engine.
+7. However it ends, choices that are still open are cancelled at the engine, or detached: those of a resumable request
+   whose client is gone, or reads it elsewhere, or has to go elsewhere.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 _DEADLINE_GRACE_S = 1.0  # the engine ends a request at its deadline; this is for an engine that does not answer
 _CLOCK_MARGIN_S = 0.1  # gRPC ends a call whose time is up by itself, by the client's clock and thus a little earlier
 _RETRY_AFTER_S = 1.0
+_GOES_ON_ELSEWHERE = frozenset({"TAKEN_OVER", "SUPERSEDED", "DRAINING"})
 
 
 class GenerationService:
@@ -186,20 +188,21 @@ class GenerationService:
         self._active.add(active)
         self._is_idle.clear()
         ACTIVE_REQUESTS.set(len(self._active))
-        outcome = "completed"
+        outcome, may_return = "completed", False
         try:
             yield
         except asyncio.CancelledError:
             outcome = "deadline_exceeded" if active.is_late(_CLOCK_MARGIN_S) else "cancelled"
+            may_return = outcome == "cancelled"
             raise
         except TokenloomError as error:
-            outcome = error.code.name.lower()
+            outcome, may_return = error.code.name.lower(), error.reason in _GOES_ON_ELSEWHERE
             raise
         except Exception:
             outcome = "internal"
             raise
         finally:
-            active.cancel_open("client_disconnected" if outcome == "cancelled" else outcome)
+            active.leave("client_disconnected" if outcome == "cancelled" else outcome, may_return=may_return)
             self._active.discard(active)
             if self._by_id.get(active.scoped_id) is active:
                 del self._by_id[active.scoped_id]

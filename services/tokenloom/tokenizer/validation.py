@@ -95,6 +95,13 @@ def check_resumed_ids(ids: Sequence[int], max_tokens: int | None, engine: Engine
     check_token_ids(ids, engine, "resume_token_ids")
 
 
+def check_num_skipped(num_tokens: int, max_tokens: int | None, engine: EngineInfo) -> None:
+    """Raise InvalidArgument if a client that is back has more tokens of a choice than it may generate."""
+    limit = engine.max_model_len if max_tokens is None else max_tokens
+    message = f"a choice has {num_tokens} tokens already; the prompt and max_tokens leave room for {limit}"
+    _require(num_tokens <= limit, "num_skipped_tokens", message)
+
+
 def encodable(text: str, max_chars: int) -> str:
     """A caller's text, cut if it is long, as protobuf takes it: JSON may hold halves of surrogate pairs."""
     return text[:max_chars].encode("utf-8", "backslashreplace").decode()
@@ -171,9 +178,25 @@ def _check_resumed(request: GenerationRequest) -> None:
     num_choices = request.num_choices
     message = f"{len(resumed)} lists of ids for {num_choices} choices"
     _require(len(resumed) in (0, num_choices), "resume_token_ids", message)
-    _require(bool(resumed) or not finished, "finished_choices", "choices had ended, but no ids of them are given")
+    _check_skipped(request)
+    is_known = bool(resumed) or finished <= request.options.num_skipped_tokens.keys()
+    _require(is_known, "finished_choices", "choices had ended, but neither ids nor numbers of their tokens are given")
     last = max(finished, default=0)
     _require(last < num_choices, "finished_choices", f"there is no choice {last}")
+
+
+def _check_skipped(request: GenerationRequest) -> None:
+    """Only a resumable request can be gone on with by numbers alone, and only if all that it depends on is given."""
+    options = request.options
+    skipped = options.num_skipped_tokens
+    if not skipped:
+        return
+    field = "num_skipped_tokens"
+    _require(options.resumable, field, "only of a request that is resumable")
+    _require(not options.resume_token_ids, field, "not together with resume_token_ids")
+    _require(bool(options.request_id), "request_id", "a client that is back gives the request's id")
+    _require(options.sampling.seed is not None, "seed", "a client that is back gives the seed that it was told")
+    _require(max(skipped) < request.num_choices, field, f"there is no choice {max(skipped)}")
 
 
 def _range(value: float | None, field: str, low: float, high: float) -> None:

@@ -66,10 +66,12 @@ def test_what_one_turn_queued_is_one_message(outbox: EngineOutbox) -> None:
     outbox.add_submit(2, entry("b"))
     outbox.finishes[7] = 4
     outbox.cancels[8] = "gone"
+    outbox.detaches.append(9)
     (message,) = outbox.messages()
     assert [submit.request_id for submit in message.submits] == ["a", "b"]
     assert [(finish.handle, finish.num_tokens_kept) for finish in message.finishes] == [(7, 4)]
     assert [(cancel.handle, cancel.reason) for cancel in message.cancels] == [(8, "gone")]
+    assert [detach.handle for detach in message.detaches] == [9]
     assert outbox.num_submitted_ids == 0
     assert list(outbox.messages()) == []
 
