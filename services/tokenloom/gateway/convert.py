@@ -82,7 +82,8 @@ def options_of(start: Start) -> inference_pb2.GenerationOptions:
 def resumed(start: Start, progress: Progress) -> Start:
     """The start that goes on behind what was taken of a request: with ids instead of text, and as it was accepted.
 
-    Nothing changes for a request that was not accepted. Text that is still to be echoed stays text.
+    Behind tokens whose ids are not known it goes on by their numbers. Nothing changes for a request that was not
+    accepted. Text that is still to be echoed stays text.
     """
     if not progress.acceptance:
         return start
@@ -105,15 +106,20 @@ def resumed(start: Start, progress: Progress) -> Start:
     target.CopyFrom(options)
     target.sampling.CopyFrom(accepted.sampling)
     target.stop.CopyFrom(accepted.stop)
-    _set_progress(target, choices)
+    _set_progress(target, choices, progress.has_all_ids)
     return again
 
 
-def _set_progress(options: inference_pb2.GenerationOptions, choices: Sequence[ChoiceProgress]) -> None:
-    for field in ("resume_token_ids", "finished_choices", "num_cached_tokens"):
+def _set_progress(
+    options: inference_pb2.GenerationOptions, choices: Sequence[ChoiceProgress], has_all_ids: bool
+) -> None:
+    for field in ("resume_token_ids", "num_skipped_tokens", "finished_choices", "num_cached_tokens"):
         options.ClearField(field)
     for index, choice in enumerate(choices):
-        options.resume_token_ids.add(ids=choice.token_ids)
+        if has_all_ids:
+            options.resume_token_ids.add(ids=choice.token_ids)
+        else:
+            options.num_skipped_tokens[index] = choice.num_tokens
         if choice.is_finished:
             options.finished_choices.append(index)
         if choice.num_cached_tokens is not None:

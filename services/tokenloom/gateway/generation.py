@@ -6,6 +6,7 @@
 Everything that arrives before the handler comes back merges into one Update, so a slow handler costs one write and not
 one per step. What waits while the handler is busy writing is bounded: a client that takes nothing for long while much
 waits loses its request.
+A request whose client may return is then, and when the client went away, detached rather than cancelled.
 After the terminal update (usage or error) nothing follows, whatever the session still sends.
 When a session is lost, another one goes on behind what was taken; the handler sees a pause.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenloom.common.errors import Internal, ResourceExhausted, TokenloomError
+from tokenloom.common.errors import DeadlineExceeded, Internal, ResourceExhausted, TokenloomError
 from tokenloom.gateway.progress import Progress
 from tokenloom.gateway.sized_work import IDS_PER_ENTRY
 
@@ -130,17 +131,23 @@ class Generation:
         request_id: its id in every stage.
         max_buffered_bytes: text that may wait while the handler is busy; more is for a client that reads on.
         wants_prompts: the client asked for the ids of its prompts.
+        may_return: the client may go away and come back for the rest.
 
     Attributes:
         progress: what was taken so far, for another session.
         is_over: the terminal update was made.
+        is_detached: it ended for this side only.
         on_abandoned: called when this side ends the request; set by the session.
         on_slow_reader: called when the bound was hit or an ended answer was not taken in time; set by the handler.
     """
 
-    def __init__(self, request_id: str, max_buffered_bytes: int, *, wants_prompts: bool = True) -> None:
+    def __init__(
+        self, request_id: str, max_buffered_bytes: int, *, wants_prompts: bool = True, may_return: bool = False
+    ) -> None:
         self.request_id = request_id
         self.wants_prompts = wants_prompts
+        self.may_return = may_return
+        self.is_detached = False
         self.progress = Progress()
         self.is_over = False
         self.on_abandoned: Callable[[], None] = _nothing
@@ -165,6 +172,11 @@ class Generation:
             update.choice(choice_index).text = "".join(texts)
         self._forget()
         return update
+
+    @property
+    def can_go_on(self) -> bool:
+        """Another session can go on with it."""
+        return self.may_return or self.progress.has_all_ids
 
     @property
     def is_accepted(self) -> bool:
@@ -242,8 +254,12 @@ class Generation:
             self._end()
 
     def abandon(self, error: TokenloomError) -> None:
-        """End it from this side and tell the session. Nothing happens if it is over."""
+        """End it from this side and tell the session. Nothing happens if it is over.
+
+        It is detached if its client may return, unless its time is up or something is wrong with it.
+        """
         if not self.is_over:
+            self.is_detached = self.may_return and not isinstance(error, DeadlineExceeded | Internal)
             self.fail(error)
             self.on_abandoned()
 

@@ -2,7 +2,8 @@
 
 The text of tokens is a function of their ids, so of a choice's output its ids are kept, at 4 bytes each. What a
 choice's end sets free (half a character, the begin of a stop string) is text of no token, which would come again from
-another session; so it is held back until the end itself is there. Echo and the prompt's logprobs come before the first
+another session; so it is held back until the end itself is there. A client that is back has tokens of which only the
+number is known; then the next session, too, is told numbers. Echo and the prompt's logprobs come before the first
 token, and what came of them before a loss is dropped when it comes again.
 """
 
@@ -21,11 +22,13 @@ class ChoiceProgress:
     """One choice.
 
     Attributes:
-        token_ids: of its tokens so far; fewer than `num_tokens` if the session does not tell ids.
+        token_ids: of its tokens so far; fewer than `num_tokens` if the session does not tell ids, or the client came
+            back with some.
         num_tokens: of which text was taken.
         num_cached_tokens: prompt tokens that it found in the prefix cache; None: not told.
         has_echo: its prompt's text was taken.
         is_finished: its end was taken.
+        has_final_text: the client came back with what its end sets free.
         held_text: text of no token behind its tokens.
     """
 
@@ -34,6 +37,7 @@ class ChoiceProgress:
     num_cached_tokens: int | None = None
     has_echo: bool = False
     is_finished: bool = False
+    has_final_text: bool = False
     held_text: str = ""
     _num_prompt_logprobs: int = 0
     _num_repeated: int = 0
@@ -59,10 +63,10 @@ class ChoiceProgress:
         return positions[num_known:]
 
     def take_finish(self) -> str:
-        """Its end. Returns: the text that was held."""
+        """Its end. Returns: the text that was held, if the client does not have it."""
         self.is_finished = True
         text, self.held_text = self.held_text, ""
-        return text
+        return "" if self.has_final_text else text
 
     def resume(self) -> None:
         """Another session goes on behind its tokens; if it has none, what stands before them comes again."""
@@ -95,7 +99,7 @@ class Progress:
         return sum(choice.num_tokens for choice in self.choices.values())
 
     @property
-    def is_resumable(self) -> bool:
+    def has_all_ids(self) -> bool:
         """The ids of all tokens are known."""
         return all(len(choice.token_ids) == choice.num_tokens for choice in self.choices.values())
 

@@ -79,6 +79,7 @@ class Outbox:
     def __init__(self) -> None:
         self._starts: dict[int, convert.Start] = {}
         self._cancelled: list[int] = []
+        self._detached: list[int] = []
         self._has_work = asyncio.Event()
 
     def add_start(self, start: convert.Start) -> None:
@@ -92,11 +93,18 @@ class Outbox:
             self._cancelled.append(handle)
             self._has_work.set()
 
+    def add_detach(self, handle: int) -> None:
+        """Read a request no longer, whose client may return; else as `add_cancel`."""
+        if self._starts.pop(handle, None) is None:
+            self._detached.append(handle)
+            self._has_work.set()
+
     async def next_frame(self) -> inference_pb2.SessionRequest:
         """A frame of about 1 MiB at most, unless one request alone is larger."""
         await self._has_work.wait()
-        frame = inference_pb2.SessionRequest(cancelled_handles=self._cancelled)
+        frame = inference_pb2.SessionRequest(cancelled_handles=self._cancelled, detached_handles=self._detached)
         self._cancelled.clear()
+        self._detached.clear()
         size = 0
         for handle, start in list(self._starts.items()):
             size += start.ByteSize()
@@ -182,7 +190,7 @@ class TokenizerClient:
         call.num_attempts += 1
         remaining_s = call.deadline_s - now_s
         convert.options_of(call.start).remaining_time_ms = min(max(1, round(remaining_s * 1000)), _MAX_U32)
-        call.generation.on_abandoned = lambda: self._cancel(handle)
+        call.generation.on_abandoned = lambda: self._leave(handle)
         self._calls[handle] = call
         self._generations[handle] = call.generation
         self._outbox.add_start(call.start)
@@ -200,10 +208,11 @@ class TokenizerClient:
             raise from_rpc_error(error) from None
         return [convert.model_info(model) for model in response.models]
 
-    def _cancel(self, handle: int) -> None:
-        if self._calls.pop(handle, None) is not None:
+    def _leave(self, handle: int) -> None:
+        if (call := self._calls.pop(handle, None)) is not None:
             del self._generations[handle]
-            self._outbox.add_cancel(handle)
+            leave = self._outbox.add_detach if call.generation.is_detached else self._outbox.add_cancel
+            leave(handle)
 
     async def _keep_session(self) -> None:
         backoff_s = _FIRST_BACKOFF_S

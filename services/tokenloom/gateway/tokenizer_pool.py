@@ -72,10 +72,10 @@ class TokenizerPool:
             for address in addresses
         ]
         self._max_num_requests = max_num_requests
-        self._open: dict[str, Generation] = {}
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._open: set[Generation] = set()
+        self._deadlines: dict[Generation, asyncio.TimerHandle] = {}
         self._takeover_limit_s = takeover_limit_s
-        self._waiting: dict[str, Call] = {}
+        self._waiting: dict[Generation, Call] = {}
         self._left: list[tuple[float, Call]] = []
         self._is_sending = False
         self._lost_at_s = -math.inf
@@ -133,10 +133,10 @@ class TokenizerPool:
         if client is None and wait_s <= 0 and (client := self._find_any()) is None:
             raise _unreachable()
         call = Call(generation, start, loop.time(), loop.time() + timeout_s)
-        self._open[generation.request_id] = generation
+        self._open.add(generation)
         self._is_idle.clear()
         timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.expire, late)
-        self._deadlines[generation.request_id] = timer
+        self._deadlines[generation] = timer
         if client is None:
             self._wait_for_session(call, wait_s, _unreachable())
         else:
@@ -145,8 +145,8 @@ class TokenizerPool:
     def release(self, generation: Generation) -> None:
         """The handler is done with a request, which must be over."""
         assert generation.is_over
-        self._open.pop(generation.request_id, None)
-        if (timer := self._deadlines.pop(generation.request_id, None)) is not None:
+        self._open.discard(generation)
+        if (timer := self._deadlines.pop(generation, None)) is not None:
             timer.cancel()
         if not self._open:
             self._is_idle.set()
@@ -164,7 +164,7 @@ class TokenizerPool:
 
     def abandon_all(self, error: TokenloomError) -> None:
         """End every request in flight with `error`."""
-        for generation in list(self._open.values()):
+        for generation in list(self._open):
             generation.abandon(error)
 
     def _find_healthy(self) -> TokenizerClient | None:
@@ -199,7 +199,7 @@ class TokenizerPool:
             if is_overfull and call.start.ByteSize() > LARGE_START_BYTES:
                 too_large = "the request was too large for the connection to the tokenizer; send less at once"
                 generation.fail(InvalidArgument(too_large, reason="REQUEST_TOO_LARGE"))
-            elif self._is_stopped or not generation.progress.is_resumable or call.num_attempts >= max_attempts:
+            elif self._is_stopped or not generation.can_go_on or call.num_attempts >= max_attempts:
                 generation.fail(lost)
             else:
                 generation.progress.resume()
@@ -214,7 +214,7 @@ class TokenizerPool:
             end_s, error = call.deadline_s, DeadlineExceeded(TIME_IS_UP)
         call.give_up = loop.call_at(end_s, self._give_up, call, error)
         call.generation.on_abandoned = partial(self._forget, call)
-        self._waiting[call.generation.request_id] = call
+        self._waiting[call.generation] = call
 
     def _submit_waiting(self) -> None:
         """Send what waits, a few calls at a time: streams of others go on in between."""
@@ -223,11 +223,11 @@ class TokenizerPool:
 
     def _send_some(self) -> None:
         self._is_sending = False
-        for request_id in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
+        for generation in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
             client = self._find_healthy()
             if client is None:
                 return
-            call = self._waiting.pop(request_id)
+            call = self._waiting.pop(generation)
             call.end_wait()
             self._send_again(call, client)
         if self._left and (client := self._find_healthy()) is not None:
@@ -248,7 +248,8 @@ class TokenizerPool:
 
     def _forget(self, call: Call) -> None:
         call.end_wait()
-        if self._waiting.pop(call.generation.request_id, None) is not None and call.is_sent:
+        was_waiting = self._waiting.pop(call.generation, None) is not None
+        if was_waiting and call.is_sent and not call.generation.is_detached:
             self._left.append((asyncio.get_running_loop().time(), call))
 
     def _cancel_left(self, client: TokenizerClient) -> None:
@@ -263,9 +264,9 @@ class TokenizerPool:
     def _give_up(self, call: Call, error: TokenloomError) -> None:
         now_s = asyncio.get_running_loop().time()
         more_s = self._left_at_s + self._takeover_limit_s - now_s
-        if more_s > 0 and call.deadline_s > now_s and call.generation.request_id in self._waiting:
+        if more_s > 0 and call.deadline_s > now_s and call.generation in self._waiting:
             self._wait_for_session(call, more_s, error)  # meanwhile one began to stop, or left
-        elif self._waiting.pop(call.generation.request_id, None) is not None:
+        elif self._waiting.pop(call.generation, None) is not None:
             call.generation.fail(error)
 
 

@@ -251,6 +251,17 @@ def test_a_conversation_goes_on_with_ids_instead_of_messages_and_as_it_was_accep
         assert options.num_choices == 3
 
 
+def test_behind_tokens_that_only_the_client_has_it_goes_on_by_numbers() -> None:
+    start = chat(n=3, resumable=True, stream=True)
+    progress = progress_of([5, 6], [], [7], prompts=([1, 2, 3],))
+    progress.choice(0).num_tokens += 4
+    progress.choice(2).take_finish()
+    options = resumed(resumed(start, progress), progress).chat.options
+    assert not options.resume_token_ids
+    assert dict(options.num_skipped_tokens) == {0: 6, 1: 0, 2: 1}
+    assert list(options.finished_choices) == [2]
+
+
 def test_prompts_go_on_as_ids_unless_their_text_is_still_to_be_echoed() -> None:
     prompts = {"prompt": ["a b", "c"]}
     told = ([1, 2], [3])

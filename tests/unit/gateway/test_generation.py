@@ -2,10 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
-from tokenloom.common.errors import Cancelled, Internal, ResourceExhausted
+from tokenloom.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    TokenloomError,
+    Unavailable,
+)
 from tokenloom.gateway import generation as generation_module
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Update, Usage
 
@@ -186,11 +194,11 @@ def test_tokens_that_do_not_follow_those_before_end_the_request(first_token_inde
 
 def test_a_request_goes_on_elsewhere_only_if_all_its_ids_are_known() -> None:
     generation = Generation("r", 1000)
-    assert generation.progress.is_resumable
+    assert generation.progress.has_all_ids
     add(generation, 0, "a", 1)
-    assert generation.progress.is_resumable
+    assert generation.progress.has_all_ids
     generation.add_text(0, "b", 1, 1)  # by a tokenizer that does not tell ids
-    assert not generation.progress.is_resumable
+    assert not generation.progress.has_all_ids
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -208,3 +216,40 @@ def test_a_reader_that_takes_nothing_loses_its_request_also_behind_its_end(is_co
     assert update.usage is None
     assert update.is_last
     assert told == ([] if is_complete else ["session"])
+
+
+def note_detached(told: list[bool], generation: Generation) -> None:
+    told.append(generation.is_detached)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_detached"),
+    [
+        (Cancelled("gone", reason="CLIENT_DISCONNECTED"), True),
+        (ResourceExhausted("slow", reason="SLOW_READER"), True),
+        (Unavailable("the gateway stops"), True),
+        (DeadlineExceeded("late"), False),
+        (Internal("a gap"), False),
+    ],
+)
+def test_a_request_whose_client_may_return_is_detached_unless_it_is_late_or_broken(
+    error: TokenloomError, is_detached: bool
+) -> None:
+    told: list[bool] = []
+    for may_return in (True, False):
+        generation = Generation("r", 1000, may_return=may_return)
+        generation.on_abandoned = partial(note_detached, told, generation)
+        generation.abandon(error)
+    assert told == [is_detached, False]
+
+
+def test_text_that_an_end_sets_free_is_not_told_to_a_client_that_is_back_with_it() -> None:
+    generation = Generation("r", 1000, may_return=True)
+    progress = generation.progress.choice(0)
+    progress.num_tokens, progress.has_final_text = 3, True
+    generation.add_text(0, "held", 3, 0)
+    generation.finish_choice(0, Finish("length"))
+    update = collect(generation)
+    assert (update.choices[0].text, update.choices[0].finish) == ("", Finish("length"))
+    assert generation.can_go_on
+    assert not generation.progress.has_all_ids
