@@ -33,6 +33,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.stage_process import StageProcess, until
 from tests.system.stack import free_port
 from tests.tiny_models import write_tiny_model
+from tokenloom.api.v1 import engine_pb2_grpc
+from tokenloom.common.channel import bearer_metadata
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 20.0
@@ -68,8 +70,9 @@ class Cluster:
         self.tokenizers = [f"tokenizer-{i}" for i in range(num_tokenizers)]
         self.gateways = [f"gateway-{i}" for i in range(num_gateways)]
         self._settings, self._programs = dict(settings or {}), dict(programs or {})
-        token = {"TOKENLOOM_CLUSTER_TOKEN": secrets.token_hex(16)}
-        self._environ = {**os.environ, "TOKENLOOM_CACHE": str(self.folder / "cache"), **token, **(environ or {})}
+        self._token = secrets.token_hex(16)
+        own = {"TOKENLOOM_CACHE": str(self.folder / "cache"), "TOKENLOOM_CLUSTER_TOKEN": self._token}
+        self._environ = {**os.environ, **own, **(environ or {})}
         self._addresses = {name: f"unix:{self.folder}/{name}" for name in ("executor", "scheduler", *self.tokenizers)}
         self._addresses |= {name: f"127.0.0.1:{free_port()}" for name in self.gateways}
         self._links: dict[tuple[str, str], str] = {}
@@ -214,6 +217,18 @@ class Cluster:
                 answer = check(health_pb2.HealthCheckRequest(service=service), timeout=2)
                 return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[Any]:
+        """Stub of the scheduler's EngineService; its calls take `metadata=cluster.metadata`."""
+        channel: Any = grpc.insecure_channel(self._addresses["scheduler"])
+        with channel:
+            yield engine_pb2_grpc.EngineServiceStub(channel)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The credential between stages."""
+        return bearer_metadata(self._token)
 
     def metrics(self, stage: str) -> dict[str, float]:
         """All samples of a stage's metrics page, by name with labels."""
