@@ -13,6 +13,7 @@ from tokenloom.common.auth import load_api_keys
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES
 from tokenloom.common.errors import InvalidArgument, NotFound, TokenloomError, to_proto
 from tokenloom.common.grpc_server import GrpcServer
+from tokenloom.common.pulse import Pulse
 
 FAKE_MODEL = "fake-model"
 FAKE_WORDS = ("river", "čaj", "stone", "🌍", "漢字", "light", "seven", "ünder", "map", "quiet", "ash", "door")
@@ -92,6 +93,9 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         refusal: answers every new request with this error.
         failure: ends every running request with this error after its next token.
         may_step: steps wait while it is cleared.
+        is_awake: the fake says nothing at all while it is cleared, as a process that is stopped.
+        heartbeat_s: its load is told so often; 0: never.
+        load: what is told then.
     """
 
     def __init__(self, address: str, keys: tuple[str, ...] = (), keys_file: str = "") -> None:
@@ -112,6 +116,10 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         self.failure: TokenloomError | None = None
         self.may_step = asyncio.Event()
         self.may_step.set()
+        self.is_awake = asyncio.Event()
+        self.is_awake.set()
+        self.heartbeat_s = 0.0
+        self.load = inference_pb2.SessionLoad()
 
     async def start(self) -> None:
         """Listen, ready at once."""
@@ -125,6 +133,11 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
     async def stop(self) -> None:
         """End everything at once, as a kill does."""
         await self._server.stop(0)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
 
     def drop_sessions(self) -> None:
         """End every session; new ones are welcome."""
@@ -147,21 +160,31 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         """Welcome, then frames until the session ends or is dropped."""
         hello = (await anext(request_iterator)).hello
         welcome = inference_pb2.SessionWelcome(schema_revision=hello.schema_revision, model=FAKE_MODEL)
+        welcome.heartbeat_ms = round(self.heartbeat_s * 1000)
+        await self.is_awake.wait()
         yield inference_pb2.SessionResponse(welcome=welcome)
         running: dict[int, _FakeRequest] = {}
         news: _News = asyncio.Queue()
         self._sessions.add(news)
         listener = asyncio.create_task(self._listen(request_iterator, running, news))
         worker = asyncio.create_task(self._work(running, news, hello.wants_token_ids))
+        pulse = Pulse(self.heartbeat_s, lambda: self.tell_load(news))
         num_left = self.drops.pop(0) if self.drops else None
         try:
             while num_left != 0 and (frame := await news.get()) is not None:
+                await self.is_awake.wait()
                 yield frame
                 num_left = None if num_left is None else num_left - 1
         finally:
             self._sessions.discard(news)
             listener.cancel()
             worker.cancel()
+            pulse.stop()
+
+    def tell_load(self, *sessions: _News) -> None:
+        """Tell some sessions, or all, how busy the stage is."""
+        for news in sessions or self._sessions:
+            news.put_nowait(inference_pb2.SessionResponse(load=self.load))
 
     async def _listen(
         self, frames: AsyncIterator[inference_pb2.SessionRequest], running: dict[int, _FakeRequest], news: _News

@@ -25,6 +25,7 @@ from tokenloom.api.v1 import (
 )
 from tokenloom.common.errors import FailedPrecondition, TokenloomError, to_proto
 from tokenloom.common.grpc_server import GrpcServer
+from tokenloom.common.pulse import Pulse
 
 EXECUTOR_SERVICE = "tokenloom.api.v1.ExecutorService"
 
@@ -70,6 +71,7 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         refused_choices: the indexes of the choices that `refusal` is for; None: all.
         is_prompt: requests whose time is up are ended; otherwise they go on, as with an engine that hangs.
         may_step: steps wait while it is cleared.
+        is_awake: the fake says nothing at all while it is cleared, as a process that is stopped.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         self.is_prompt = True
         self.may_step = asyncio.Event()
         self.may_step.set()
+        self.is_awake = asyncio.Event()
+        self.is_awake.set()
 
     @property
     def num_living(self) -> int:
@@ -169,15 +173,20 @@ class FakeEngine(engine_pb2_grpc.EngineServiceServicer):
         first = await anext(request_iterator)
         self.hellos.append(first.hello)
         session = _FakeEngineSession()
+        await self.is_awake.wait()
         yield engine_pb2.EngineServiceSessionResponse(welcome=self.welcome)
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
+        beat = engine_pb2.EngineServiceSessionResponse()
+        pulse = Pulse(self.welcome.heartbeat_ms / 1000, lambda: session.news.put_nowait(beat))
         try:
             while (frame := await session.news.get()) is not None:
+                await self.is_awake.wait()
                 self.frames.append(frame)
                 yield frame
         finally:
             reader.cancel()
+            pulse.stop()
             self._sessions.discard(session)
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:

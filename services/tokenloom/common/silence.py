@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from tokenloom.common.errors import Unavailable
 
 MAX_HEARTBEAT_S = 2.0
 """Stages ask for, or promise, a sign of life at least so often."""
+STALL_TIMEOUT_S = 15.0
+"""Silence after which a peer that promised signs of life counts as lost."""
+_BEATS_PER_LIMIT = 3
 _TICKS_PER_LIMIT = 30
 _LEAST_TICK_S = 0.01
 _MOST_TICK_S = 0.5
@@ -64,3 +70,28 @@ class Silence:
         async for passed_s in running_time(tick_of(limit_s)):
             if self.pass_time(passed_s) >= limit_s:
                 return
+
+
+def silence_limit_s(stall_timeout_s: float, heartbeat_ms: int) -> float:
+    """How long a peer may be silent that promised a sign of life so often; 0, for ever, if it promised none."""
+    return max(stall_timeout_s, _BEATS_PER_LIMIT * heartbeat_ms / 1000) if heartbeat_ms else 0.0
+
+
+async def read_while_heard(reading: Coroutine[Any, Any, None], silence: Silence, limit_s: float, peer: str) -> None:
+    """Read a peer's messages, each of which ends its silence, until they end or it is silent for `limit_s` seconds.
+
+    Raises: Unavailable if it is silent; what `reading` raises.
+    """
+    if not limit_s:
+        await reading
+        return
+    reader, watch = asyncio.create_task(reading), asyncio.create_task(silence.wait_for(limit_s))
+    try:
+        await asyncio.wait({reader, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not reader.done():
+            raise Unavailable(f"the {peer} hangs: nothing was heard of it for {limit_s:g} s")
+        reader.result()
+    finally:
+        reader.cancel()
+        watch.cancel()
+        await asyncio.gather(reader, watch, return_exceptions=True)

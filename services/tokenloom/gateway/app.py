@@ -201,7 +201,7 @@ def _operations_routes(gateway: Gateway) -> APIRouter:
         if gateway.is_draining():
             return JsonResponse({"status": "draining"}, 503)
         if not gateway.pool.is_ready:
-            return JsonResponse({"status": "waiting for the tokenizer"}, 503, {"retry-after": "1"})
+            return JsonResponse({"status": f"waiting for the {gateway.pool.waits_for}"}, 503, {"retry-after": "1"})
         return JsonResponse({"status": "ready"})
 
     @router.get("/metrics", response_model=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, positive_seconds, setting
+from tokenloom.common.silence import STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class GatewayConfig:
     )
     takeover_limit_s: float = setting(
         30.0, "Seconds that requests wait for a tokenizer when none is left, before they fail."
+    )
+    stall_timeout_s: float = setting(
+        STALL_TIMEOUT_S,
+        "Seconds of silence after which a tokenizer's session counts as lost.",
+        parse=positive_seconds,
     )
     request_timeout_s: float = setting(3600.0, "Longest time that one request may take, in seconds.")
 

@@ -25,7 +25,6 @@ _U64 = 2**64 - 1
 _MAX_ENTRIES_PER_TURN = 1500
 _POSITIONS_PER_PORTION = 64
 _IDS_AT_ONCE = 1 << 15
-_STOPS = "DRAINING"  # the reason of a tokenizer that takes no requests, or keeps none, because it is about to stop
 Start = inference_pb2.SessionStart  # made here, sent by the tokenizer client, opaque to what lies between
 FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -190,15 +189,18 @@ def _prompt(prompt: str | list[int]) -> inference_pb2.Prompt:
 
 
 async def deliver(
-    frame: inference_pb2.SessionResponse, find: Callable[[int], Generation | None]
+    frame: inference_pb2.SessionResponse,
+    find: Callable[[int], Generation | None],
+    is_given_back: Callable[[str], bool],
 ) -> tuple[list[int], list[int]]:
     """Deal a frame's parts to their generations, in field order. Within a large frame others get to run.
 
     Args:
         frame: what one or more engine steps brought.
         find: the generation of a handle; None if it is gone (cancelled while the frame was under way).
+        is_given_back: a request that failed for this reason did not end; another tokenizer can do it.
 
-    Returns: handles of requests that ended, and of those that the tokenizer gave back because it stops.
+    Returns: handles of requests that ended, and of those that were given back.
     """
     turns = Turns(_MAX_ENTRIES_PER_TURN)
     for accepted in frame.accepted:
@@ -217,7 +219,7 @@ async def deliver(
         if generation := find(completed.handle):
             generation.complete(_usage(completed.usage))
     for failed in frame.failed:
-        if failed.error.reason == _STOPS:
+        if is_given_back(failed.error.reason):
             given_back.append(failed.handle)
             continue
         ended.append(failed.handle)

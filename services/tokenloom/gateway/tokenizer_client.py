@@ -23,6 +23,7 @@ from tokenloom.api.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES, bearer_metadata, make_channel
 from tokenloom.common.errors import FailedPrecondition, Unavailable, from_rpc_error
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
+from tokenloom.common.silence import STALL_TIMEOUT_S, Silence, read_while_heard, silence_limit_s
 from tokenloom.gateway import convert, metrics
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.model_info import ModelInfo
@@ -38,6 +39,10 @@ _MAX_BACKOFF_S = 1.0
 _GIVEN_BACK_PAUSE_S = 0.2
 _FRAME_BYTES = 1 << 20
 _MAX_U32 = 2**32 - 1
+# Reasons of a tokenizer that takes no requests, or keeps none, because it is about to stop; and of one whose engine is
+# gone, or has no executor.
+_STOPS = frozenset({"DRAINING"})
+_LOST_ENGINE = frozenset({"EXECUTOR_LOST", "ENGINE_UNAVAILABLE"})
 
 
 @dataclass(slots=True)
@@ -133,6 +138,8 @@ class TokenizerClient:
         is_serving: its health says SERVING.
         has_served: it did so in this session, so its engine is known there: it keeps requests while that is away.
         left_at_s: when a session last ended because the tokenizer stopped; the loop's clock.
+        waits_for_executor: it takes requests, which wait until its engine has an executor again.
+        has_other: asked whether another tokenizer is there that serves.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class TokenizerClient:
         client_id: str,
         on_lost: Callable[[list[Call], bool], None],
         on_up: Callable[[], None],
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self.address = address
         self.is_up = False
@@ -149,6 +157,9 @@ class TokenizerClient:
         self.is_serving = False
         self.has_served = False
         self.left_at_s = -math.inf
+        self.waits_for_executor = False
+        self.has_other: Callable[[], bool] = lambda: False
+        self._stall_timeout_s = stall_timeout_s
         self._client_id = client_id
         self._metadata = bearer_metadata(cluster_token)
         self._on_lost = on_lost
@@ -242,20 +253,26 @@ class TokenizerClient:
         stream: Any = self._stub.Session(metadata=self._metadata)  # type: ignore[call-arg]  # written to, not iterated
         writer: asyncio.Task[None] | None = None
         try:
-            await self._greet(stream)
+            welcome = await self._greet(stream)
             self._outbox = Outbox()
             writer = asyncio.create_task(self._write(stream, self._outbox))
             self.is_up, self.has_served = True, self.is_serving
             metrics.SESSIONS.labels(self.address).set(1)
             self._on_up()
-            while isinstance(frame := await stream.read(), inference_pb2.SessionResponse):
-                await self._take(frame)
+            silence = Silence()
+            limit_s = silence_limit_s(self._stall_timeout_s, welcome.heartbeat_ms)
+            await read_while_heard(self._read(stream, silence), silence, limit_s, "tokenizer")
         finally:
             if writer is not None:
                 writer.cancel()
             stream.cancel()
 
-    async def _greet(self, stream: Any) -> None:
+    async def _read(self, stream: Any, silence: Silence) -> None:
+        while isinstance(frame := await stream.read(), inference_pb2.SessionResponse):
+            silence.end()
+            await self._take(frame)
+
+    async def _greet(self, stream: Any) -> inference_pb2.SessionWelcome:
         hello = inference_pb2.SessionHello(
             schema_revision=SCHEMA_REVISION, client_id=self._client_id, wants_token_ids=True
         )
@@ -269,10 +286,13 @@ class TokenizerClient:
             raise Unavailable("the session ended before its welcome")
         check_revision(first.welcome.schema_revision, "tokenizer")
         log.info("session with tokenizer %s, model %s", self.address, first.welcome.model)
+        return first.welcome
 
     async def _take(self, frame: inference_pb2.SessionResponse) -> None:
         self.is_draining = self.is_draining or frame.draining
-        ended, given_back = await convert.deliver(frame, self._generations.get)
+        if frame.HasField("load"):
+            self._take_load(frame.load)
+        ended, given_back = await convert.deliver(frame, self._generations.get, self._is_given_back)
         calls = [call for handle in given_back if (call := self._calls.get(handle)) is not None]
         for handle in (*ended, *given_back):
             self._calls.pop(handle, None)
@@ -280,6 +300,15 @@ class TokenizerClient:
         if calls:  # if it did not say yet that it drains, it is about to
             pause_s = 0.0 if self.is_draining else _GIVEN_BACK_PAUSE_S
             asyncio.get_running_loop().call_later(pause_s, self._on_lost, calls, False)
+
+    def _take_load(self, load: inference_pb2.SessionLoad) -> None:
+        self.waits_for_executor = load.waits_for_executor
+        if self.waits_for_executor:
+            self._on_up()
+
+    def _is_given_back(self, reason: str) -> bool:
+        """A request that failed for this reason can be done elsewhere."""
+        return reason in _STOPS or (reason in _LOST_ENGINE and self.has_other())
 
     @staticmethod
     async def _write(stream: Any, outbox: Outbox) -> None:
@@ -292,7 +321,7 @@ class TokenizerClient:
         was_up = self.is_up
         if was_up and self.is_draining:
             self.left_at_s = asyncio.get_running_loop().time()
-        self.is_up = self.is_draining = self.has_served = False
+        self.is_up = self.is_draining = self.has_served = self.waits_for_executor = False
         metrics.SESSIONS.labels(self.address).set(0)
         lost = list(self._calls.values())
         self._calls.clear()

@@ -27,6 +27,7 @@ from tokenloom.common.errors import (
     TokenloomError,
     Unavailable,
 )
+from tokenloom.common.silence import STALL_TIMEOUT_S
 from tokenloom.gateway import metrics
 from tokenloom.gateway.convert import Start, resumed
 from tokenloom.gateway.generation import Generation
@@ -56,6 +57,7 @@ class TokenizerPool:
         client_id: this gateway's name in the tokenizers' logs.
         max_num_requests: requests in flight; more are refused.
         takeover_limit_s: how long requests wait for a tokenizer when none is left.
+        stall_timeout_s: how long a tokenizer may be silent.
     """
 
     def __init__(
@@ -66,11 +68,14 @@ class TokenizerPool:
         max_num_requests: int,
         *,
         takeover_limit_s: float = 30.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._clients = [
-            TokenizerClient(address, cluster_token, client_id, self._take_back, self._submit_waiting)
+            TokenizerClient(address, cluster_token, client_id, self._take_back, self._submit_waiting, stall_timeout_s)
             for address in addresses
         ]
+        for client in self._clients:
+            client.has_other = partial(self._has_other, client)
         self._max_num_requests = max_num_requests
         self._open: set[Generation] = set()
         self._deadlines: dict[Generation, asyncio.TimerHandle] = {}
@@ -87,7 +92,21 @@ class TokenizerPool:
     @property
     def is_ready(self) -> bool:
         """A session is open with a tokenizer whose health says SERVING."""
-        return any(client.is_up and client.is_serving and not client.is_draining for client in self._clients)
+        return self._has_other(None)
+
+    def _has_other(self, than: TokenizerClient | None) -> bool:
+        return any(
+            client.is_up and client.is_serving and not client.is_draining and client is not than
+            for client in self._clients
+        )
+
+    @property
+    def waits_for(self) -> str:
+        """The stage that is missing, or hangs, while the gateway is not ready."""
+        up = [client for client in self._clients if client.is_up]
+        if any(client.waits_for_executor for client in up):
+            return "executor"
+        return "scheduler" if up else "tokenizer"
 
     @property
     def num_in_flight(self) -> int:
@@ -171,9 +190,13 @@ class TokenizerPool:
         """The healthy tokenizer with the fewest requests in flight."""
         return _least_busy(client for client in self._clients if client.is_serving)
 
+    def _find_waiting(self) -> TokenizerClient | None:
+        """One whose engine waits for its executor: requests wait there as well as here, and longer."""
+        return _least_busy(client for client in self._clients if client.waits_for_executor)
+
     def _find_keeping(self) -> TokenizerClient | None:
         """One whose engine is away for a while."""
-        return _least_busy(client for client in self._clients if client.has_served)
+        return self._find_waiting() or _least_busy(client for client in self._clients if client.has_served)
 
     def _find_any(self) -> TokenizerClient | None:
         """One that is there, whatever it answers."""
@@ -224,7 +247,7 @@ class TokenizerPool:
     def _send_some(self) -> None:
         self._is_sending = False
         for generation in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
-            client = self._find_healthy()
+            client = self._find_healthy() or self._find_waiting()
             if client is None:
                 return
             call = self._waiting.pop(generation)

@@ -15,7 +15,7 @@ from tokenloom.common.config import (
     setting,
 )
 from tokenloom.common.errors import SetupError
-from tokenloom.common.silence import MAX_HEARTBEAT_S
+from tokenloom.common.silence import MAX_HEARTBEAT_S, STALL_TIMEOUT_S
 
 _MAX_PLANS_IN_FLIGHT = 3
 
@@ -87,7 +87,7 @@ class SchedulerSettings:
         10.0, "Seconds that requests of a lost session wait for a new one.", parse=non_negative_seconds
     )
     stall_timeout_s: float = setting(
-        15.0,
+        STALL_TIMEOUT_S,
         "Seconds without a sign of life, or without progress of a plan, after which the executor counts as lost.",
         parse=positive_seconds,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenloom.common.config import ProcessSettings, parse_api_key, parse_bytes, positive_int, positive_seconds, setting
 from tokenloom.common.model_files import EMBEDDED
-from tokenloom.common.silence import MAX_HEARTBEAT_S
+from tokenloom.common.silence import MAX_HEARTBEAT_S, STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class TokenizerConfig:
         "", "TOML file with digests of keys, their tenants, limits, classes and scopes; empty: none."
     )
     takeover_limit_s: float = setting(30.0, "Seconds that requests in flight wait for a lost scheduler to come back.")
+    stall_timeout_s: float = setting(
+        STALL_TIMEOUT_S,
+        "Seconds of silence after which the scheduler's session counts as lost.",
+        parse=positive_seconds,
+    )
     heartbeat_s: float = setting(MAX_HEARTBEAT_S, "Longest silence on gateways' sessions.", parse=positive_seconds)
     max_active_choices: int = setting(4096, "Choices in flight before requests are refused.", parse=positive_int)
     max_text_bytes: int = setting(8 << 20, "Longest text to tokenise.", parse=parse_bytes)

@@ -2,14 +2,13 @@
 
 What is queued during one turn of the event loop goes out as one message; what a step brought is handled in one go.
 
-**Loss of the session.** Choices in flight stay registered. The client opens a new session, with backoff, and submits
-each of them again: same request id, same seed, the ids it already has as `resume_token_ids`, its age. Rows carry the
-index of their first token, so what arrives twice is cut off by arithmetic and a gap is a fault. A choice whose tokens
-were all there already is ended here. After `takeover_limit_s` without a session, everything in flight fails with
-Unavailable, and so does every new submission until a session is up again.
-
-**An engine that is about to stop** runs what it has, gives back what is new, and ends the session at last. What it gave
-back waits for the next session, as do the choices that it did not get done.
+**Loss of the session.** A scheduler that promised signs of life and is silent counts as lost, too. Choices in flight
+stay registered. The client opens a new session, with backoff, and submits each of them again: same request id, same
+seed, the ids it already has as `resume_token_ids`, its age. Rows carry the index of their first token, so what arrives
+twice is cut off by arithmetic and a gap is a fault. A choice whose tokens were all there already is ended here. After
+`takeover_limit_s` without a session, everything in flight fails with Unavailable, and so does every new submission
+until a session is up again. **An engine that is about to stop** runs what it has, gives back what is new, and ends the
+session at last. What it gave back waits for the next session, as do the choices that it did not get done.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from tokenloom.common.errors import (
 )
 from tokenloom.common.keys_file import Tenant
 from tokenloom.common.schema import SCHEMA_REVISION, check_revision
+from tokenloom.common.silence import STALL_TIMEOUT_S, Silence, read_while_heard, silence_limit_s
 from tokenloom.tokenizer import convert
 from tokenloom.tokenizer.domain import EngineInfo, EngineLoad
 from tokenloom.tokenizer.engine_outbox import EngineListener, EngineOutbox, InFlight
@@ -68,6 +68,7 @@ class EngineClient:
         model_id: must be the engine's.
         tokenizer_fingerprint: must be the engine's.
         takeover_limit_s: how long choices in flight wait for a new session.
+        stall_timeout_s: how long the engine may be silent.
         max_queued_ids: bound on prompt ids that wait to be written.
         tenants: what the engine is told of tenants at the begin of each session.
         on_state: called with True and False as the engine becomes and ceases to be able to serve; requests are taken
@@ -82,6 +83,7 @@ class EngineClient:
         model_id: str,
         tokenizer_fingerprint: str,
         takeover_limit_s: float = 30.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         max_queued_ids: int = 16 << 20,
         tenants: Iterable[Tenant] = (),
         on_state: Callable[[bool], None] = lambda _: None,
@@ -96,6 +98,7 @@ class EngineClient:
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
         self._takeover_limit_s = takeover_limit_s
+        self._stall_timeout_s = stall_timeout_s
         self._max_queued_ids = max_queued_ids
         self._tenants = tuple(tenants)
         self._on_state = on_state
@@ -257,14 +260,20 @@ class EngineClient:
             self._on_up(self._checked(first))
             writer = asyncio.get_running_loop().create_task(self._write(call), name="engine-session-writer")
             await self._take(first)
-            while (frame := await call.read()) is not EOF:
-                await self._take(frame)
+            silence = Silence()
+            limit_s = silence_limit_s(self._stall_timeout_s, first.welcome.heartbeat_ms)
+            await read_while_heard(self._read(call, silence), silence, limit_s, "scheduler")
             raise Unavailable(await call.details() or "the scheduler ended the session")
         finally:
             call.cancel()
             if writer is not None:
                 writer.cancel()
                 await asyncio.wait([writer])
+
+    async def _read(self, call: Any, silence: Silence) -> None:
+        while (frame := await call.read()) is not EOF:
+            silence.end()
+            await self._take(frame)
 
     async def _write(self, call: Any) -> None:
         try:

@@ -59,6 +59,7 @@ class TokenizerStage:
             model_id=source.model_id,
             tokenizer_fingerprint=source.tokenizer_fingerprint(),
             takeover_limit_s=config.takeover_limit_s,
+            stall_timeout_s=config.stall_timeout_s,
             tenants=keys.tenants,
             on_state=self._on_engine_state,
         )

@@ -21,10 +21,17 @@ class NotingClient:
     """Takes calls while it is up and gives them back when told to."""
 
     def __init__(
-        self, address: str, token: str, client_id: str, on_lost: Callable[[list[Call], bool], None], on_up: Any
+        self,
+        address: str,
+        token: str,
+        client_id: str,
+        on_lost: Callable[[list[Call], bool], None],
+        on_up: Any,
+        stall_timeout_s: float,
     ) -> None:
         self.is_up, self.is_serving, self.has_served, self.is_draining = True, True, True, False
         self.num_in_flight, self.left_at_s = 0, -math.inf
+        self.waits_for_executor = False
         self.calls: list[Call] = []
         self.cancelled: list[str] = []
         self.on_lost, self.on_up = on_lost, on_up
