@@ -189,9 +189,7 @@ def check_slow_readers(cluster: Cluster, num_slow: int, *, compares: bool) -> di
     _, after = until_idle(cluster, 10)
     assert after[slow_reader] - before.get(slow_reader, 0) == num_slow
     grown = {f"{stage}_grew_mb": most[stage] - memory[stage] for stage in most}
-    assert (
-        grown["gateway_grew_mb"] < 20 + num_slow * 0.6
-    )  # 64 KiB of text, as objects, and what the kernel did not take
+    assert grown["gateway_grew_mb"] < 60 + num_slow * 0.8  # 64 KiB of logprobs, as objects, and an event being written
     assert max(grown["scheduler_grew_mb"], grown["tokenizer_grew_mb"]) < 60
     assert statistics.median(rates) > beside_quick / 2
     return {
