@@ -100,6 +100,11 @@ class GrpcServer:
         for name in self._names:
             await self._health.set(name, status)
 
+    async def set_live(self, is_live: bool) -> None:
+        """Set the liveness; live at the start."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_live else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", status)
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then end them."""
         await self._health.enter_graceful_shutdown()

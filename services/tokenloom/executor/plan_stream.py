@@ -166,6 +166,8 @@ class PlanStream:
         if not self._parts.epochs.is_current(epoch_counter):
             return _stale()
         started_s = time.perf_counter()
+        progress = self._parts.runner.progress
+        progress.is_busy = True
         try:
             result = self._parts.runner.execute(plan)
         except TokenloomError as error:
@@ -174,6 +176,8 @@ class PlanStream:
         except Exception:
             log.exception("plan %d failed", plan.step_id)
             return Internal("the step failed; the executor's log has the details", reason="STEP_FAILED")
+        finally:
+            progress.is_busy = False
         metrics.ROWS.set(self._parts.runner.num_rows)
         result.timings.queued_us = int((started_s - arrived_s) * 1e6)
         metrics.STEP_SECONDS.observe(time.perf_counter() - started_s)

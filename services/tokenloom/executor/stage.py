@@ -9,6 +9,7 @@ from tokenloom.api.v1 import executor_pb2_grpc
 from tokenloom.common.grpc_server import GrpcServer
 from tokenloom.executor.build import build_executor
 from tokenloom.executor.config import ExecutorConfig
+from tokenloom.executor.liveness import Liveness
 from tokenloom.executor.servicer import SERVICE_NAME, ExecutorServicer
 
 _STOP_GRACE_S = 1.0
@@ -30,6 +31,8 @@ class ExecutorStage:
             cluster_token=config.process.cluster_token,
         )
 
+        self._watching: asyncio.Task[None] | None = None
+
     @property
     def port(self) -> int:
         """The TCP port that it listens on, for a `listen` with port 0."""
@@ -42,7 +45,11 @@ class ExecutorStage:
         """
         await self._server.start()
         loop = asyncio.get_running_loop()
-        self._servicer.set_loaded(await loop.run_in_executor(self._worker, build_executor, self._config))
+        loaded = await loop.run_in_executor(self._worker, build_executor, self._config)
+        self._servicer.set_loaded(loaded)
+        if limit_s := self._config.hang_limit_s:
+            liveness = Liveness(loaded.runner.progress, limit_s, self._server.set_live)
+            self._watching = asyncio.create_task(liveness.watch())
         await self._server.set_serving(True)
 
     async def drain(self, grace_s: float) -> None:
@@ -55,5 +62,7 @@ class ExecutorStage:
 
     async def stop(self) -> None:
         """End open streams and the worker."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(_STOP_GRACE_S)
         self._worker.shutdown(wait=False, cancel_futures=True)

@@ -44,6 +44,7 @@ class Child:
         self._is_fatal = is_fatal
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
+        self._why_killed = ""
 
     @property
     def pid(self) -> int | None:
@@ -75,11 +76,22 @@ class Child:
                 continue
             if lived_s > _HEALTHY_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            log.warning("%s %s; starting it again in %.1f s", self.name, _how_it_ended(code), backoff_s)
+            why, self._why_killed = self._why_killed or _how_it_ended(code), ""
+            log.warning("%s %s; starting it again in %.1f s", self.name, why, backoff_s)
             await asyncio.sleep(backoff_s)
             if self._is_stopping:
                 return code
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def end_hanging(self, why: str) -> None:
+        """End a process that hangs, at once; it is started again.
+
+        Args:
+            why: for the log.
+        """
+        if not self._is_stopping and self.pid is not None and self._process is not None:
+            self._why_killed = why
+            self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end, insist after `grace_s` seconds."""

@@ -50,6 +50,11 @@ class ServeSettings:
     grace_s: float = setting(
         30.0, "Seconds that running requests get to finish when the stack is stopped.", parse=non_negative_seconds
     )
+    hang_limit_s: float = setting(
+        20.0,
+        "Seconds without a sign of life after which a stage is killed and started again; 0: never.",
+        parse=non_negative_seconds,
+    )
     start_timeout_s: float = setting(
         600.0, "Seconds that all stages together may take to become ready.", parse=positive_seconds
     )

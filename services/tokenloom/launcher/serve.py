@@ -26,7 +26,8 @@ from tokenloom.common.model_files import resolve_model
 from tokenloom.launcher.child import Child
 from tokenloom.launcher.config import ServeSettings
 from tokenloom.launcher.plan import STAGES, StackPlan, plan_stack
-from tokenloom.launcher.readiness import wait_until_http_ready, wait_until_serving
+from tokenloom.launcher.readiness import GatewayProbe, StageProbe, wait_until_http_ready, wait_until_serving
+from tokenloom.launcher.watchdog import Probe, Watchdog
 
 DESCRIPTION = "All stages on one machine, supervised, with the HTTP gateway in front."
 _RUN_DIR_PREFIX = "tokenloom-serve-"
@@ -89,13 +90,15 @@ class Stack:
             loop.add_signal_handler(number, self._on_signal, told_to_stop)
         _say(f"starting {self._model_id}; stages: {', '.join(STAGES)}")
         supervised = [asyncio.create_task(child.supervise()) for child in self._children]
+        watchdogs = self._start_watchdogs()
         progress = asyncio.create_task(self._report_progress())
         stopping = asyncio.create_task(told_to_stop.wait())
         try:
             return await self._until_end(supervised, progress, stopping)
         finally:
-            progress.cancel()
-            stopping.cancel()
+            for task in (progress, stopping, *watchdogs):
+                task.cancel()
+            await asyncio.gather(*watchdogs, return_exceptions=True)
             await self._stop()
             await asyncio.gather(*supervised)
 
@@ -105,6 +108,16 @@ class Stack:
             for child in self._children:
                 child.kill()
         told_to_stop.set()
+
+    def _start_watchdogs(self) -> list[asyncio.Task[None]]:
+        """One per stage. The executor counts as started only once it was ready: until then it loads the model."""
+        limit_s, sockets = self._settings.hang_limit_s, self._plan.sockets
+        if not limit_s:
+            return []
+        probes: list[Probe] = [StageProbe(name, sockets[name], needs_ready=name == "executor") for name in STAGES[:3]]
+        probes.append(GatewayProbe(self._settings.host, self._settings.port))
+        pairs = zip(self._children, probes, strict=True)
+        return [asyncio.create_task(Watchdog(child, probe, limit_s).watch()) for child, probe in pairs]
 
     async def _until_end(
         self, supervised: list[asyncio.Task[int]], progress: asyncio.Task[None], stopping: asyncio.Task[bool]
