@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom.api.v1 import common_pb2, executor_pb2, executor_pb2_grpc
-from tokenloom.common.errors import FailedPrecondition, InvalidArgument, TokenloomError, to_proto
+from tokenloom.common.errors import FailedPrecondition, InvalidArgument, TokenloomError, Unavailable, to_proto
 
 _UNWRITTEN = -1
 _LOG_RATIO = 0.05  # of the probabilities of two tokens that follow each other in rank
@@ -98,9 +98,11 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     Attributes:
         may_beat: heartbeats are sent, if the scheduler asked for them.
         progress: what they tell; it rises with every plan.
+        is_draining: heartbeats say that it is about to stop, and no epoch can begin.
     """
 
     may_beat = True
+    is_draining = False
 
     def __init__(
         self,
@@ -164,6 +166,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     # --- epochs and streams -------------------------------------------------------------------------------------
 
     async def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
+        if self.is_draining:
+            raise Unavailable("the executor is about to stop", reason="DRAINING")
         return self.capabilities
 
     async def Initialize(
@@ -211,8 +215,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if heartbeat_s and self.may_beat:
             yield self.heartbeat()
         pending: asyncio.Future[Any] | None = None
+        has_said_so = self.is_draining
         try:
             while True:
+                if heartbeat_s and self.is_draining and not has_said_so:
+                    has_said_so = True
+                    yield self.heartbeat()
                 pending = pending or asyncio.ensure_future(anext(results, None))
                 done, _ = await asyncio.wait((pending,), timeout=heartbeat_s)
                 if not done and self.may_beat:
@@ -229,7 +237,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             await results.aclose()
 
     def heartbeat(self) -> executor_pb2.ExecuteResponse:
-        return executor_pb2.ExecuteResponse(heartbeat=executor_pb2.Heartbeat(progress=self.progress))
+        heartbeat = executor_pb2.Heartbeat(progress=self.progress, draining=self.is_draining)
+        return executor_pb2.ExecuteResponse(heartbeat=heartbeat)
 
     async def _results(
         self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest]

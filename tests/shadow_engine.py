@@ -233,6 +233,7 @@ class ShadowEngine:
         self.finish_reasons: dict[str, FinishReason] = {}
         self.num_steps = 0
         self.now_s = 0.0
+        self.is_executor_draining = False
         self._results: deque[ModelOutput] = deque()
         self._next_token = next_token
 
@@ -250,7 +251,7 @@ class ShadowEngine:
         """Make and send a plan unless `depth` are in flight."""
         if len(self.core.plans_in_flight) >= self.depth:
             return None
-        plan = self.core.schedule(self.now_s)
+        plan = self.core.schedule(self.now_s, admits_new=not self.is_executor_draining)
         if plan is not None:
             self._send(plan)
         return plan
@@ -324,10 +325,14 @@ class ShadowEngine:
         return news
 
     def lose_executor(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
-        """The executor is gone with all that was in flight; another one comes, empty, perhaps with other limits."""
+        """The executor is gone with all that was in flight; another one comes, empty, perhaps with other limits.
+
+        It crashed, unless it was draining.
+        """
         block_size = (config or self.core.config).block_size
         self.executor = ShadowExecutor(num_blocks, block_size, self._next_token)
         self._results.clear()
-        news = self.core.reset(num_blocks, config)
+        news = self.core.reset(num_blocks, config, is_crash=not self.is_executor_draining)
+        self.is_executor_draining = False
         self.hear(news)
         return news

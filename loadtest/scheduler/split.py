@@ -138,6 +138,9 @@ class LocalExecutor:
         """Answer a plan soon."""
         self._loop.call_soon(self._run, plan)
 
+    def leave(self) -> None:
+        """Nothing to do."""
+
     def _run(self, plan: SchedulerOutput) -> None:
         assert self.engine is not None
         self.engine.on_result(result_of(plan))

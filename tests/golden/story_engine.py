@@ -13,13 +13,15 @@ stop NAME                the tokenizer found a stop string
 time SECONDS             the clock shows so much
 fail NAME                the next row of this request fails
 lose-executor KEY=VALUE  the executor died with all in flight; an empty one came; key: num_blocks
+executor-drains          the executor said that it is about to stop: nothing new begins there
+suspects                 who is suspected of killing executors
 pool                     who holds which blocks
 tenants                  what each tenant has and was served
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.shadow_engine import WANTS_PROMPT_LOGPROBS, ShadowEngine
@@ -49,6 +51,8 @@ class StoryEngine:
             "time": lambda seconds, _options: self._pass_time(float(seconds)),
             "fail": self._fail,
             "lose-executor": self._lose_executor,
+            "executor-drains": lambda _name, _options: self._let_executor_drain(),
+            "suspects": lambda _name, _options: [_names(self._engine.core.suspects)],
             "pool": lambda _name, _options: self._pool(),
             "tenants": lambda _name, _options: self._tenants(),
         }
@@ -137,6 +141,10 @@ class StoryEngine:
     def _lose_executor(self, _name: str, options: Options) -> list[str]:
         return _describe_news(self._engine.lose_executor(int(options["num_blocks"])))
 
+    def _let_executor_drain(self) -> list[str]:
+        self._engine.is_executor_draining = True
+        return []
+
     def _pool(self) -> list[str]:
         core, pool = self._engine.core, self._engine.core.kv.pool
         lines = [f"{request.request_id} holds {_numbers(request.block_ids)}" for request in core.running]
@@ -157,6 +165,10 @@ def _token_ids(text: str) -> list[int]:
         first, _, last = part.partition("..")
         token_ids += range(int(first), int(last or first) + 1)
     return token_ids
+
+
+def _names(requests: Iterable[Request]) -> str:
+    return " ".join(request.request_id for request in requests) or "nobody"
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -286,6 +286,27 @@ class SchedulerMachine(SchedulerInvariants):
                 expected.task = replace(expected.task, max_output_tokens=shorter)
         self.mirror = CacheMirror(self.core.kv.pool) if has_mirror else None
 
+    @rule(is_patient=st.booleans(), num_blocks=st.integers(2, 20))
+    def executor_drains(self, is_patient: bool, num_blocks: int) -> None:
+        """It says that it is about to stop: nothing new begins, and all that runs ends in a bounded number of steps."""
+        self.engine.is_executor_draining = True
+        running = {request.request_id for request in self.core.running}
+        limit = 20 + 3 * sum(request.num_tokens + request.max_output_tokens for request in self.core.running)
+        while self.core.running and (is_patient or limit % 4):
+            assert limit > 0, "what runs does not end"
+            limit -= 1
+            while self.plan_once():
+                pass
+            assert {request.request_id for request in self.core.running} <= running, "nothing new begins"
+            self.apply()
+        if is_patient:
+            while self.core.plans_in_flight:
+                self.apply()
+            assert self.engine.plan() is None
+        num_suspects = len(self.core.suspects)
+        self.lose_executor(num_blocks, self.core.config, takes_new_config=False, has_mirror=self.mirror is not None)
+        assert len(self.core.suspects) <= num_suspects, "nobody is to blame"
+
     @precondition(lambda self: self.mirror is not None)
     @rule()
     def stop_events(self) -> None:

@@ -27,6 +27,7 @@ from tokenloom.executor.spans import RowSpans
 
 log = logging.getLogger(__name__)
 MAX_PLANS_IN_FLIGHT = 4
+IDLE_S = 1.0
 Outcome = Result | TokenloomError
 """FailedPrecondition ends the stream; any other error fails one plan."""
 
@@ -66,17 +67,23 @@ class PlanStream:
         self._slots = asyncio.Semaphore(MAX_PLANS_IN_FLIGHT)
         self._in_flight: deque[_InFlight | None] = deque()  # bounded by the slots
         self._has_news = asyncio.Event()
-        self._is_beat_due = False
+        self._is_beat_due = self._is_ending = False
         self._heartbeat_s = parts.epochs.heartbeat_s
         self._last_step_id: int | None = None
-        self.last_plan_s = time.monotonic()
+        self._busy_s = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """No plan is here, and for a second there was none."""
+        return not self._in_flight and time.monotonic() - self._busy_s > IDLE_S
 
     async def read(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> None:
         """Take plans until the scheduler ends the stream or one is of another epoch."""
         try:
             async for request in requests:
                 await self._slots.acquire()
-                self.last_plan_s = time.monotonic()
+                if self._is_ending:
+                    return
                 plan = self._accept(request)
                 self._put(plan)
                 if plan.outcome.done() and isinstance(plan.outcome.result(), FailedPrecondition):
@@ -99,6 +106,7 @@ class PlanStream:
                         return
                     plan.span.end()
                     response = self._response(plan.step_id, plan.outcome.result())
+                    self._busy_s = time.monotonic()
                     pulse.note_sent()
                     yield response
                     self._slots.release()
@@ -127,6 +135,11 @@ class PlanStream:
             self._has_news.set()
         else:
             plan.outcome.add_done_callback(lambda _: self._has_news.set())
+
+    def end(self) -> None:
+        """End the stream once what is in flight is answered; later plans are not run."""
+        self._is_ending = True
+        self._put(None)
 
     def void(self) -> None:
         """End the stream with FAILED_PRECONDITION once what is in flight is answered: a new epoch has begun."""

@@ -4,6 +4,8 @@ All work on the model happens in one thread, so that the event loop stays free f
 runner needs no locks. Plans wait for that thread in the order they came; when too many wait, a stream is not read from
 and gRPC's flow control holds the scheduler back. Initialize begins a new epoch: it waits for the plan that runs, and
 what is queued of the old epoch is never run. An epoch ends with its stream, too, however that ends.
+
+A servicer that drains begins no epoch and takes no stream; the one that is open goes on until its scheduler ends it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from tokenloom.executor.spans import RowSpans
 log = logging.getLogger(__name__)
 SERVICE_NAME = "tokenloom.api.v1.ExecutorService"
 _LOAD_LIMIT_S = 600.0
-_IDLE_S = 1.0
 _LEAST_HEARTBEAT_S = 0.01
 
 
@@ -45,9 +45,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     Args:
         worker: the one thread that runs everything on the model; owned by the caller.
-
-    Attributes:
-        is_draining: told with each heartbeat.
     """
 
     def __init__(self, worker: ThreadPoolExecutor) -> None:
@@ -55,7 +52,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         self._epochs = Epochs()
         self._spans = RowSpans()
-        self.is_draining = False
+        self._streams: set[PlanStream] = set()
+        self._is_draining = False
 
     def set_loaded(self, loaded: Loaded) -> None:
         """The model is ready; calls that wait for it go on."""
@@ -64,21 +62,31 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     @property
     def is_idle(self) -> bool:
         """No stream is open, or none has brought a plan for a second."""
-        stream = self._epochs.owner
-        return not isinstance(stream, PlanStream) or time.monotonic() - stream.last_plan_s > _IDLE_S
+        return all(stream.is_idle for stream in self._streams)
+
+    def drain(self) -> None:
+        """Tell the schedulers that nothing new shall begin here."""
+        self._is_draining = True
+        for stream in self._streams:
+            stream.beat()
+
+    def end_streams(self) -> None:
+        """End all streams, each behind the results of what is in flight."""
+        for stream in self._streams:
+            stream.end()
 
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: object
     ) -> executor_pb2.GetCapabilitiesResponse:
         """Answer once the model is loaded."""
-        loaded = await self._wait_loaded()
+        loaded = await self._loaded_unless_draining()
         return convert.capabilities_to_proto(loaded.capabilities, self._epochs.boot_id, MAX_PLANS_IN_FLIGHT)
 
     async def Initialize(
         self, request: executor_pb2.InitializeRequest, context: object
     ) -> executor_pb2.InitializeResponse:
         """Lay out KV memory and begin an epoch; earlier plans, rows and streams are void."""
-        loaded = await self._wait_loaded()
+        loaded = await self._loaded_unless_draining()
         most = loaded.capabilities.max_num_blocks
         if not 2 <= request.num_blocks <= most:
             raise InvalidArgument(f"{request.num_blocks} blocks; from 2 to {most} fit", field="num_blocks")
@@ -96,15 +104,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: object
     ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
         """Run a scheduler's plans; one stream per epoch."""
-        loaded = await self._wait_loaded()
+        loaded = await self._loaded_unless_draining()
         defaults = loaded.capabilities.default_sampling
-        parts = StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults, lambda: self.is_draining)
+        parts = StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults, lambda: self._is_draining)
         stream = PlanStream(parts)
+        self._streams.add(stream)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             async for response in stream.responses():
                 yield response
         finally:
+            self._streams.discard(stream)
             if self._epochs.end(stream):
                 self._spans.end_all()
             reader.cancel()
@@ -113,7 +123,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 await reader
             stream.end_spans()
 
-    async def _wait_loaded(self) -> Loaded:
+    async def _loaded_unless_draining(self) -> Loaded:
+        if self._is_draining:
+            raise Unavailable("the executor is about to stop", reason="DRAINING", retry_after_s=1)
         try:
             async with asyncio.timeout(_LOAD_LIMIT_S):
                 return await asyncio.shield(self._loaded)

@@ -53,8 +53,12 @@ class ExecutorStage:
         await self._server.set_serving(True)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop being ready; return when the scheduler sends no more plans, or after `grace_s` seconds."""
+        """Stop being ready and tell the scheduler, which lets what runs here end and then goes.
+
+        Returns when it has gone or sends no more plans, or after `grace_s` seconds.
+        """
         await self._server.set_serving(False)
+        self._servicer.drain()
         deadline = asyncio.get_running_loop().time() + grace_s
         # Idleness is a matter of time: nothing could signal it.
         while not self._servicer.is_idle and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
@@ -64,5 +68,6 @@ class ExecutorStage:
         """End open streams and the worker."""
         if self._watching is not None:
             self._watching.cancel()
+        self._servicer.end_streams()
         await self._server.stop(_STOP_GRACE_S)
         self._worker.shutdown(wait=False, cancel_futures=True)

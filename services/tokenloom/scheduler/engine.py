@@ -46,6 +46,9 @@ class PlanSink(Protocol):
     def send(self, plan: SchedulerOutput, trace_context: Any = None) -> None:
         """Queue a plan; its result comes back through `Engine.on_result`."""
 
+    def leave(self) -> None:
+        """Let the executor go and look for the next one; nothing is in flight."""
+
 
 class Engine:
     """The scheduler's state and what it does on each event. Its clock is `time.monotonic`.
@@ -83,6 +86,8 @@ class Engine:
         self.capabilities: Capabilities | None = None
         self.core: Scheduler | None = None
         self.is_executor_up = False
+        self._is_executor_draining = False
+        self._has_executor_crashed = False
         self.readiness_changed = asyncio.Event()
         self.has_failed = asyncio.Event()
         COLLECTOR.watch(lambda: self.core, settings.max_metric_tenants)
@@ -90,14 +95,18 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """New requests are taken and run."""
-        return self.is_executor_up and not self._is_draining
+        return self._runs_new_requests and not self._is_draining
+
+    @property
+    def _runs_new_requests(self) -> bool:
+        return self.is_executor_up and not self._is_executor_draining
 
     def load(self) -> LoadState | None:
         """How busy the engine is; None before there was an executor."""
         if self.core is None:
             return None
         tokens_per_second = self._rate.per_second(time.monotonic())
-        return load_of(self.core, tokens_per_second, waits_for_executor=not self.is_executor_up)
+        return load_of(self.core, tokens_per_second, waits_for_executor=not self._runs_new_requests)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -267,11 +276,13 @@ class Engine:
             for name, policy in self._tenants.items():
                 self.core.set_tenant(name, policy)
         else:
-            self._teller.tell(self.core.reset(num_blocks, config), time.monotonic())
+            news = self.core.reset(num_blocks, config, is_crash=self._has_executor_crashed)
+            self._teller.tell(news, time.monotonic())
             log_suspects(self.core)
         self.cache_watchers.watch(self.core.kv.pool)
         self._sent_s.clear()
         self.is_executor_up = True
+        self._is_executor_draining = False
         self._executor_wait.end()
         self._tell_readiness()
         log.info(
@@ -279,14 +290,28 @@ class Engine:
         )
         self._pump_soon()
 
-    def on_executor_lost(self, reason: str) -> None:
-        """Plans in flight are void; requests wait for another executor, `executor_wait_s` at most."""
-        metrics.EXECUTOR_LOSSES.inc()
+    def on_executor_draining(self) -> None:
+        """The executor is about to stop: what runs there goes on, what waits begins on the next one."""
+        log.info("the executor is about to stop")
+        self._is_executor_draining = True
+        self._tell_readiness()
+        self._pump_soon()
+
+    def on_executor_lost(self, reason: str, *, is_crash: bool = True) -> None:
+        """Plans in flight are void; requests wait for another executor, `executor_wait_s` at most.
+
+        Args:
+            is_crash: False if it stopped as it had said.
+        """
+        self._has_executor_crashed = is_crash
         self.is_executor_up = False
         self._executor_wait.begin()
         self._tell_readiness()
         self._tracer.abandon(reason)
-        log.warning("executor lost (%s); %d requests wait for it", reason, len(self.registry.streams))
+        if is_crash:
+            metrics.EXECUTOR_LOSSES.inc()
+        level = logging.WARNING if is_crash else logging.INFO
+        log.log(level, "executor lost (%s); %d requests wait for the next one", reason, len(self.registry.streams))
 
     def _give_up_waiting(self) -> None:
         error = self._executor_wait.error()
@@ -343,9 +368,12 @@ class Engine:
         if core is None or self.capabilities is None or not self.is_executor_up:
             return
         depth = min(self._settings.plans_in_flight, self.capabilities.max_plans_in_flight)
-        while len(core.plans_in_flight) < depth and (plan := core.schedule(now)) is not None:
+        admits_new = not self._is_executor_draining
+        while len(core.plans_in_flight) < depth and (plan := core.schedule(now, admits_new=admits_new)) is not None:
             self._send(core, plan, now)
-        if (plan := core.release_rows()) is not None:
+        if self._is_executor_draining and not core.running and not core.plans_in_flight:
+            self._executor.leave()
+        elif (plan := core.release_rows()) is not None:
             self._executor.send(plan)
             self._show(core, plan, now)
 

@@ -2,6 +2,9 @@
 
 A lost executor is looked for again, with backoff, for ever; each new connection is a new epoch, so a plan of an older
 one can do no harm. One whose connection stands while it hangs is lost as well (stall.py).
+
+An executor that is about to stop says so. It still gets plans, until the engine leaves it or it ends the stream; it
+refuses a new epoch, so the next one that can be had is another process.
 """
 
 from __future__ import annotations
@@ -59,8 +62,11 @@ class ExecutorEvents(Protocol):
     def on_result(self, output: ModelOutput) -> None:
         """The oldest plan in flight was run."""
 
-    def on_executor_lost(self, reason: str) -> None:
-        """No result will come any more for the plans in flight."""
+    def on_executor_draining(self) -> None:
+        """It is about to stop, and asks that nothing new begins on it."""
+
+    def on_executor_lost(self, reason: str, *, is_crash: bool) -> None:
+        """No result will come any more for the plans in flight; no crash is it if it had said that it would stop."""
 
 
 class ExecutorClient:
@@ -92,6 +98,8 @@ class ExecutorClient:
         self._times = StepTimes()
         self._judge = self._new_judge()
         self._beating_boot_id = ""
+        self._is_draining = False
+        self._left = asyncio.Event()
         self._last_problem = ""
         self._was_up = False
 
@@ -104,12 +112,16 @@ class ExecutorClient:
         self._outgoing.put_nowait(request)
         self._judge.on_plan(plan.num_scheduled_tokens)
 
+    def leave(self) -> None:
+        """End the stream; nothing is in flight."""
+        self._left.set()
+
     async def run(self, events: ExecutorEvents) -> None:
         """Keep connected until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             channel: Any = make_channel(self._address)
-            is_up = False
+            is_up = has_said_so = False
             try:
                 stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
                 capabilities = await self._begin_epoch(stub)
@@ -118,21 +130,22 @@ class ExecutorClient:
                 is_up = self._was_up = True
                 backoff_s, self._last_problem = _FIRST_BACKOFF_S, ""
                 await self._exchange(call, events)
-                raise Unavailable("the executor ended the stream")
+                has_said_so = self._is_draining
+                self._report("the executor ended the stream", is_expected=has_said_so)
             except grpc.aio.AioRpcError as error:
-                problem = from_rpc_error(error)
+                problem, has_said_so = from_rpc_error(error), is_up and self._is_draining
                 self._report(str(problem), is_expected=isinstance(problem, Unavailable | DeadlineExceeded))
             except TokenloomError as error:
-                self._report(str(error), is_expected=isinstance(error, Unavailable))
+                self._report(str(error), is_expected=isinstance(error, Unavailable) and not is_up)
             except Exception:  # whatever it was, a new epoch starts from the tokens that are known
                 log.exception("unexpected error in the exchange with executor %s", self._address)
                 self._last_problem = _UNEXPECTED
             finally:
                 await channel.close()
             if is_up:
-                if self._recorder is not None:
+                if self._recorder is not None and not has_said_so:
                     self._recorder.save("executor-lost" if self._last_problem != _UNEXPECTED else "error")
-                events.on_executor_lost(self._last_problem)
+                events.on_executor_lost(self._last_problem, is_crash=not has_said_so)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -148,6 +161,8 @@ class ExecutorClient:
         )
         self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch
         self._outgoing = asyncio.Queue()
+        self._is_draining = False
+        self._left.clear()
         self._judge = self._new_judge(sends_heartbeats=capabilities.boot_id == self._beating_boot_id)
         if self._recorder is not None:
             self._recorder.begin_epoch(response, request.num_blocks)
@@ -158,19 +173,20 @@ class ExecutorClient:
         return StallJudge(limits.stall_timeout_s, limits.step_timeout_s, self._times, sends_heartbeats=sends_heartbeats)
 
     async def _exchange(self, call: Any, events: ExecutorEvents) -> None:
-        """Plans out and results in, until the executor ends the stream or hangs.
+        """Plans out and results in, until the executor ends the stream, is left, or hangs.
 
         Raises: Unavailable if it hangs; whatever ended the stream.
         """
         writer = asyncio.create_task(self._write(call))
         reader = asyncio.create_task(self._read(call, events))
         watch = asyncio.create_task(self._watch())
+        left = asyncio.create_task(self._left.wait())
         try:
-            await asyncio.wait({reader, watch}, return_when=asyncio.FIRST_COMPLETED)
-            (reader if reader.done() else watch).result()
+            await asyncio.wait({reader, watch, left}, return_when=asyncio.FIRST_COMPLETED)
+            next(task for task in (reader, left, watch) if task.done()).result()
         finally:
             call.cancel()
-            tasks = (writer, reader, watch)
+            tasks = (writer, reader, watch, left)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -180,6 +196,9 @@ class ExecutorClient:
             if response.HasField("heartbeat"):
                 self._judge.on_heartbeat(response.heartbeat.progress)
                 self._beating_boot_id = self._epoch.boot_id
+                if response.heartbeat.draining and not self._is_draining:
+                    self._is_draining, self._was_up = True, False
+                    events.on_executor_draining()
                 continue
             self._judge.on_result()
             if self._recorder is not None:
@@ -196,7 +215,7 @@ class ExecutorClient:
             await call.write(await self._outgoing.get())
 
     def _report(self, problem: str, is_expected: bool) -> None:
-        """Log a problem once, not at each attempt; that nobody answers yet is none while the stack starts."""
+        """Log a problem once, not at each attempt; that nobody answers is none while it starts."""
         if problem != self._last_problem:
             level = logging.INFO if is_expected and not self._was_up else logging.WARNING
             log.log(level, "executor %s: %s", self._address, problem)

@@ -61,6 +61,7 @@ class EngineStack:
 
     def __init__(self, can: Capabilities | None = _CAPABILITIES, **settings: Any) -> None:
         self.plans: deque[SchedulerOutput] = deque()
+        self.has_left = False
         self.engine = Engine(SchedulerSettings(ProcessSettings(), **settings), self)
         self.session = self.open_session()
         self.frames: list[Frame] = []
@@ -80,6 +81,10 @@ class EngineStack:
     def send(self, plan: SchedulerOutput, trace_context: Any = None) -> None:
         """Take a plan; the engine's PlanSink."""
         self.plans.append(plan)
+
+    def leave(self) -> None:
+        """The engine needs its executor no more."""
+        self.has_left = True
 
     def submit(self, handle: int, prompt: list[int], max_tokens: int = 8, **fields: Any) -> Request:
         submit = engine_pb2.Submit(

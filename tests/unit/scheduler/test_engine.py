@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -245,5 +246,46 @@ def test_news_go_to_the_session_that_reads_a_request_now() -> None:
         assert [row.handle for row in superseded.finished] == [1]
         assert superseded.finished[0].error is not None
         assert superseded.finished[0].error.reason == "SUPERSEDED"
+
+    run(test)
+
+
+def test_an_executor_that_drains_gets_nothing_new_and_is_left_when_nothing_runs_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        stack = EngineStack()
+        stack.submit(1, [5], 4)
+        await stack.step()
+        stack.engine.on_executor_draining()
+        assert not stack.engine.is_ready
+        load = stack.engine.load()
+        assert load is not None
+        assert load.waits_for_executor
+        stack.submit(2, [6], 4)
+        while not stack.has_left:
+            plan = await stack.step()
+            assert plan is not None
+            assert [row.request.request_id for row in plan.rows] == ["request-1"]
+        assert not stack.plans, "and nothing is in flight"
+        stack.engine.on_executor_lost("the executor ended the stream", is_crash=False)
+        stack.engine.on_executor_ready(fake_capabilities())
+        assert stack.engine.is_ready
+        await stack.step_until_idle()
+        await stack.hear()
+        tokens = stack.frames[0].tokens
+        assert tokens.token_ids == continuation([5], 4) + continuation([6], 4)
+
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    assert not [record for record in caplog.records if record.name.startswith("tokenloom")]
+
+
+def test_an_idle_executor_that_drains_is_left_at_once() -> None:
+    async def test() -> None:
+        stack = EngineStack()
+        stack.engine.on_executor_draining()
+        assert await stack.step() is None
+        assert stack.has_left
 
     run(test)

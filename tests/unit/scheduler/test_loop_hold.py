@@ -42,6 +42,9 @@ class PlanWriter:
         message = convert.execute_request_of(plan, executor_pb2.Epoch(boot_id="x", counter=1), None)
         self.most_new_rows = max(self.most_new_rows, len(message.new_rows))
 
+    def leave(self) -> None:
+        raise AssertionError("nothing drains here")
+
 
 def a_frame_of_long_prompts() -> engine_pb2.EngineServiceSessionRequest:
     submits = [

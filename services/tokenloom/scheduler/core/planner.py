@@ -37,9 +37,11 @@ class _Draft:
         num_promised_blocks: blocks that running prompts, and suspects that wait, will still need for the tokens they
             have.
         promised_rows: rows that suspects who wait will need, by tenant; nobody else may take them.
+        admits_new: requests that wait may begin to run.
     """
 
     plan: SchedulerOutput
+    admits_new: bool = True
     chunks: dict[Request, ScheduledRow] = field(default_factory=dict)
     cut: list[ScheduledRow] = field(default_factory=list)
     num_promised_blocks: int = 0
@@ -54,10 +56,10 @@ class Planner:
         self._state = state
         self._preemptor = Preemptor(state.config, state.tenants, state.kv.pool)
 
-    def plan(self, step_id: int, now_s: float) -> SchedulerOutput:
+    def plan(self, step_id: int, now_s: float, *, admits_new: bool = True) -> SchedulerOutput:
         """The next plan; without rows if no row can run now."""
         self._let_age(now_s)
-        draft = _Draft(SchedulerOutput(step_id))
+        draft = _Draft(SchedulerOutput(step_id), admits_new)
         running: Sequence[Request] = tuple(self._state.running)
         if isolated := self._state.suspects.isolated:
             running = [request for request in running if request not in isolated]
@@ -66,12 +68,14 @@ class Planner:
         self._plan_prompts(draft, prompts)
         return draft.plan
 
-    def plan_trial(self, step_id: int, now_s: float, group: Sequence[Request]) -> SchedulerOutput:
+    def plan_trial(
+        self, step_id: int, now_s: float, group: Sequence[Request], *, admits_new: bool = True
+    ) -> SchedulerOutput:
         """A plan for a group of suspects only; without rows if none of them can run now."""
         self._let_age(now_s)
         draft = _Draft(SchedulerOutput(step_id, is_trial=True))
         prompts = self._plan_decodes(draft, [r for r in group if r.status is RequestStatus.RUNNING])
-        waiting = [request for request in group if request.status is RequestStatus.WAITING]
+        waiting = [request for request in group if admits_new and request.status is RequestStatus.WAITING]
         lacking = [r for r in self._state.running if not r.needs_no_more_plans]
         draft.num_promised_blocks = sum(map(self._num_lacking_blocks, lacking))
         has_others = len(prompts) + len(waiting) > 1
@@ -138,7 +142,7 @@ class Planner:
         draft.num_promised_blocks = sum(map(self._num_lacking_blocks, [*prompts, *self._state.suspects.isolated]))
         walk = self._state.waiting.walk(max_passed=max(_MIN_PASSED, self._state.config.max_num_seqs))
         while self._budget_left(draft.plan):
-            head = walk.head
+            head = walk.head if draft.admits_new else None
             if prompts and (head is None or service_key(prompts[-1]) <= service_key(head)):
                 request = prompts.pop()
                 if request.row_id is not None and request not in draft.chunks:

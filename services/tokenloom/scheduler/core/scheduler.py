@@ -194,33 +194,37 @@ class Scheduler:
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
-        """Make the next plan and count it as in flight; None, and nothing is in flight, if no row can run now."""
+    def schedule(self, now_s: float = 0.0, *, admits_new: bool = True) -> SchedulerOutput | None:
+        """Make the next plan and count it as in flight; None, and nothing is in flight, if no row can run now.
+
+        Args:
+            admits_new: requests that wait may begin to run; False while the executor is about to stop.
+        """
         if self._state.suspects.isolated:
-            return self._schedule_in_turn(now_s)
-        plan = self._planner.plan(self._next_step_id, now_s)
+            return self._schedule_in_turn(now_s, admits_new)
+        plan = self._planner.plan(self._next_step_id, now_s, admits_new=admits_new)
         return self._put_in_flight(plan) if plan.rows else None
 
-    def _schedule_in_turn(self, now_s: float) -> SchedulerOutput | None:
+    def _schedule_in_turn(self, now_s: float, admits_new: bool) -> SchedulerOutput | None:
         """Plans of isolated suspects, each alone in flight, and plans of all others take turns."""
         in_flight = self.plans_in_flight
         if in_flight and (self._is_trial_due or in_flight[-1].is_trial):
             return None
-        plan = self._trial(now_s) if self._is_trial_due else None
+        plan = self._trial(now_s, admits_new) if self._is_trial_due else None
         if plan is None:
-            plan = self._planner.plan(self._next_step_id, now_s)
+            plan = self._planner.plan(self._next_step_id, now_s, admits_new=admits_new)
             if not plan.rows and not in_flight:
-                plan = self._trial(now_s)
+                plan = self._trial(now_s, admits_new)
         if plan is None or not plan.rows:
             return None
         self._is_trial_due = not plan.is_trial
         return self._put_in_flight(plan)
 
-    def _trial(self, now_s: float) -> SchedulerOutput | None:
+    def _trial(self, now_s: float, admits_new: bool) -> SchedulerOutput | None:
         """A plan of the first group of suspects of which somebody can run; None if there is none."""
         suspects = self._state.suspects
         for _ in range(len(suspects.groups)):
-            plan = self._planner.plan_trial(self._next_step_id, now_s, suspects.groups[0])
+            plan = self._planner.plan_trial(self._next_step_id, now_s, suspects.groups[0], admits_new=admits_new)
             if plan.rows:
                 return plan
             suspects.postpone()
@@ -361,7 +365,9 @@ class Scheduler:
         self._state.tenants.note_ended(request.account)
         return RequestOutput(request, len(request.output_token_ids), finish_reason=reason, error=error)
 
-    def reset(self, num_blocks: int, config: SchedulerConfig | None = None) -> list[RequestOutput]:
+    def reset(
+        self, num_blocks: int, config: SchedulerConfig | None = None, *, is_crash: bool = True
+    ) -> list[RequestOutput]:
         """The executor was lost: nothing in flight will come back and no block holds anything.
 
         Running requests go back to the queue, in their old order, and start again from the tokens they have. Those in
@@ -370,9 +376,11 @@ class Scheduler:
         Args:
             num_blocks: blocks of the new executor; what no longer fits into them ends with an error.
             config: the limits that hold with it; None: the old ones.
+            is_crash: False if the old one stopped as it had said, so that nobody is to blame.
         """
         state = self._state
-        quarantined = state.suspects.blame_for_crash(row for plan in self.plans_in_flight for row in plan.rows)
+        in_flight = [row for plan in self.plans_in_flight for row in plan.rows]
+        quarantined = state.suspects.blame_for_crash(in_flight) if is_crash else None
         self.plans_in_flight.clear()
         self._is_trial_due = False  # the others get a step before the next crash
         state.released_row_ids = []
