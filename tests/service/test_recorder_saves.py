@@ -27,7 +27,7 @@ def test_steps_before_a_failure_while_plans_are_made_are_saved_and_replayed(
             while core.plans_in_flight:  # the last one says which rows ended
                 await asyncio.sleep(0.002)
 
-            def fail_once(now_s: float = 0.0) -> None:
+            def fail_once(now_s: float = 0.0, *, admits_new: bool = True) -> None:
                 del core.schedule
                 raise ZeroDivisionError("nobody foresaw this")
 

@@ -284,7 +284,7 @@ def test_a_plan_that_cannot_be_made_begins_a_new_epoch(tmp_path: Path, caplog: p
             assert core is not None
             good_schedule = core.schedule
 
-            def bad_schedule(now_s: float = 0.0) -> None:
+            def bad_schedule(now_s: float = 0.0, *, admits_new: bool = True) -> None:
                 core.schedule = good_schedule  # type: ignore[method-assign]
                 raise KeyError("a fault in the core")
 
