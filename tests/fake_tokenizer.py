@@ -39,7 +39,8 @@ def fake_prompts(start: inference_pb2.SessionStart) -> list[str]:
     options = start.chat.options if start.HasField("chat") else start.complete.options
     if start.HasField("chat") and start.chat.HasField("prompt_token_ids"):
         return [_text_of(start.chat.prompt_token_ids, options.request_id, 0)]
-    if start.HasField("complete") and options.resume_token_ids and options.request_id in _PROMPTS:
+    goes_on = bool(options.resume_token_ids or options.num_skipped_tokens)
+    if start.HasField("complete") and goes_on and options.request_id in _PROMPTS:
         prompts = start.complete.prompts
         return [p.text or _text_of(p.token_ids, options.request_id, i) for i, p in enumerate(prompts)]
     if start.HasField("chat"):
@@ -83,7 +84,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
 
     Attributes:
         starts: every request that came, in order.
-        cancelled: ids of requests that were cancelled.
+        cancelled: ids of requests that were cancelled; detached: of those whose clients may return.
         num_tokens: tokens of a choice without max_tokens, after which it stops.
         lengths: tokens of a choice, by its index, whatever the request says.
         tail: text of no token that each choice's end sets free.
@@ -106,6 +107,7 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         self._sessions: set[_News] = set()
         self.starts: list[inference_pb2.SessionStart] = []
         self.cancelled: list[str] = []
+        self.detached: list[str] = []
         self.num_tokens = 6
         self.lengths: dict[int, int] = {}
         self.tail = ""
@@ -202,6 +204,9 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
             for handle in frame.cancelled_handles:
                 if (request := running.pop(handle, None)) is not None:
                     self.cancelled.append(request.options.request_id)
+            for handle in frame.detached_handles:
+                if (request := running.pop(handle, None)) is not None:
+                    self.detached.append(request.options.request_id)
         news.put_nowait(None)
 
     def _accept(self, start: inference_pb2.SessionStart) -> _FakeRequest:
@@ -227,11 +232,13 @@ class FakeTokenizerStage(inference_pb2_grpc.InferenceServiceServicer):
         return request
 
     def _resume(self, choice: _FakeChoice, index: int, options: inference_pb2.GenerationOptions) -> None:
-        """Go on behind the ids that a choice has, which must be those that were told."""
+        """Go on behind the ids that a choice has, which must be those that were told, or behind their number."""
         had = list(options.resume_token_ids[index].ids) if options.resume_token_ids else []
         if had != list(range(1000, 1000 + min(len(had), len(choice.texts)))):
             raise InvalidArgument(f"choice {index} never had the ids {had}", field="resume_token_ids")
-        choice.num_sent = len(had)
+        choice.num_sent = len(had) or options.num_skipped_tokens.get(index, 0)
+        if choice.num_sent > len(choice.texts):
+            raise InvalidArgument(f"choice {index} never had {choice.num_sent} tokens", field="num_skipped_tokens")
         choice.is_finished = index in options.finished_choices
 
     async def _work(self, running: dict[int, _FakeRequest], news: _News, tells_ids: bool) -> None:

@@ -229,4 +229,4 @@ def test_time_goes_on_while_a_request_changes_its_tokenizer(tmp_path: Path, monk
 def test_the_header_is_documented(stack: GatewayStack) -> None:
     paths = stack.http.get("/openapi.json").json()["paths"]
     for path in (CHAT, COMPLETIONS):
-        assert [parameter["name"] for parameter in paths[path]["post"]["parameters"]] == ["x-request-timeout"]
+        assert "x-request-timeout" in [parameter["name"] for parameter in paths[path]["post"]["parameters"]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from tokenloom.common.errors import Internal
+from tokenloom.gateway.event_ids import EventIds
 from tokenloom.gateway.formats import Format
 from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Update, Usage
 from tokenloom.gateway.http_errors import error_body, to_http
@@ -48,46 +50,56 @@ class StreamAnswer:
         head: id and time of the answer.
         form: how the endpoint writes choices.
         includes_usage: end with a chunk that holds the usage (and has no choices).
+        ids: of the events, if the stream is resumable; they say what was told before. An error has none: whoever comes
+            back after it goes on behind the event before.
     """
 
-    def __init__(self, head: AnswerHead, form: Format, includes_usage: bool) -> None:
+    def __init__(self, head: AnswerHead, form: Format, includes_usage: bool, ids: EventIds | None = None) -> None:
         self._form = form
         self._includes_usage = includes_usage
         self._chunk: dict[str, Any] = {"id": head.request_id, "object": form.chunk_object, "created": head.created_s}
         self._extras: dict[str, Any] = {}
-        self._opened: set[int] = set()
+        self._ids = ids
+        self._opened = set() if ids is None else ids.told_choices
 
     def begin(self, accepted: Accepted) -> None:
         """Note what the request's acceptance told."""
         self._chunk["model"] = accepted.model
-        self._form.begin(accepted)
-        self._extras = self._form.extras(accepted, ())
+        self._form.begin(accepted, frozenset(self._opened))
+        if self._ids is None or not self._ids.is_resumed:  # the first chunk has them
+            self._extras = self._form.extras(accepted, ())
 
     def render(self, update: Update) -> bytes:
         """The events of an update; the last one ends the stream, with an error event if the request failed."""
         events: list[bytes] = []
         for index in sorted(update.choices):
             for choice in self._choices(index, update.choices[index]):
-                events.append(self._event([choice], None))
+                events.append((self._ids.of_choices() if self._ids else b"") + self._event([choice], None))
         if update.error is not None:
             events.append(sse_event(error_body(to_http(update.error))))
         if update.usage is not None:
             if self._includes_usage:
-                events.append(self._event([], usage_body(update.usage)))
-            events.append(DONE)
+                events.append((self._ids.of_usage() if self._ids else b"") + self._event([], usage_body(update.usage)))
+            events.append((self._ids.of_end() if self._ids else b"") + DONE)
         return b"".join(events)
 
-    def _choices(self, index: int, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        choices: list[dict[str, Any]] = []
+    def _choices(self, index: int, update: ChoiceUpdate) -> Iterator[dict[str, Any]]:
+        """The chunks of a choice, one after the other; what each tells is noted before it is handed out."""
         if index not in self._opened:
             self._opened.add(index)
             if (first := self._form.first_chunk(index)) is not None:
-                choices.append(first)
-        if update.text or update.token_ids or update.logprobs or update.prompt_logprobs:
-            choices.append(self._form.chunk(index, update))
+                if self._ids:
+                    self._ids.note(index)
+                yield first
+        has_chunk = update.text or update.token_ids or update.logprobs or update.prompt_logprobs
+        if self._ids and (has_chunk or update.num_tokens):  # text may lag behind tokens
+            self._ids.note(index, update.num_tokens, has_final_text=update.finish is not None)
+        if has_chunk:
+            yield self._form.chunk(index, update)
         if update.finish is not None:
-            choices.append(self._form.last_chunk(index, update.finish))
-        return choices
+            if self._ids:
+                self._ids.note(index, is_finished=True)
+            yield self._form.last_chunk(index, update.finish)
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
         chunk = {**self._chunk, "choices": choices, **self._extras}

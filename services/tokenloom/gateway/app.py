@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +21,9 @@ from tokenloom.gateway.answers import AnswerHead, StreamAnswer, WholeAnswer
 from tokenloom.gateway.config import GatewayConfig
 from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start, options_of
 from tokenloom.gateway.deadlines import HEADER_DOCUMENT, time_limit_s
-from tokenloom.gateway.delivery import Delivery, Job, StreamDelivery, WholeDelivery
+from tokenloom.gateway.delivery import Job, StreamDelivery, WholeDelivery, end_of_stream
+from tokenloom.gateway.event_ids import HEADER_DOCUMENT as LAST_EVENT_ID_DOCUMENT
+from tokenloom.gateway.event_ids import LAST_EVENT_ID, EventIds, Told, told_before
 from tokenloom.gateway.formats import ChatFormat, CompletionFormat, Format
 from tokenloom.gateway.generation import Generation
 from tokenloom.gateway.http_errors import HttpError, to_http
@@ -31,7 +31,7 @@ from tokenloom.gateway.json_response import JsonResponse, error_response
 from tokenloom.gateway.json_route import JsonRoute
 from tokenloom.gateway.middleware import OPEN_PATHS, BodyLimit, DrainGate, KeyGate, Telemetry
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody
-from tokenloom.gateway.request_info import RequestInfo, info_of
+from tokenloom.gateway.request_info import RequestInfo, created_s_of, info_of, seed_of
 from tokenloom.gateway.sized_work import MAX_LOOP_BYTES, run_sized
 from tokenloom.gateway.tokenizer_client import MAX_START_BYTES
 from tokenloom.gateway.tokenizer_pool import TokenizerPool
@@ -39,7 +39,7 @@ from tokenloom.gateway.tokenizer_pool import TokenizerPool
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 MODELS_PATH = "/v1/models"
-_WITH_TIMEOUT = {"parameters": [HEADER_DOCUMENT]}
+_WITH_HEADERS = {"parameters": [HEADER_DOCUMENT, LAST_EVENT_ID_DOCUMENT]}
 ROUTES = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH}
 
 
@@ -82,16 +82,17 @@ def create_app(gateway: Gateway) -> FastAPI:
 def _generation_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
-    @router.post(CHAT_PATH, response_model=None, openapi_extra=_WITH_TIMEOUT)
+    @router.post(CHAT_PATH, response_model=None, openapi_extra=_WITH_HEADERS)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         info = info_of(request.scope)
         form = ChatFormat(has_logprobs=bool(body.logprobs), has_token_ids=bool(body.return_token_ids))
-        context = _call_context(info, form)
+        told = _told_before(body, request, form, body.num_choices)
+        context = _call_context(info, form, told)
         start = await run_sized(await _is_large(request), lambda: chat_start(body, context))
-        return _delivery(gateway, body, request, form, start, body.num_choices)
+        return _delivery(gateway, body, request, form, start, body.num_choices, told)
 
-    @router.post(COMPLETIONS_PATH, response_model=None, openapi_extra=_WITH_TIMEOUT)
+    @router.post(COMPLETIONS_PATH, response_model=None, openapi_extra=_WITH_HEADERS)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
         info = info_of(request.scope)
@@ -102,10 +103,11 @@ def _generation_routes(gateway: Gateway) -> APIRouter:
             has_prompt_logprobs=body.prompt_logprobs is not None,
             num_choices=body.num_choices,
         )
-        context = _call_context(info, form)
         num_choices = len(body.prompt) * body.num_choices
+        told = _told_before(body, request, form, num_choices)
+        context = _call_context(info, form, told)
         start = await run_sized(await _is_large(request), lambda: completion_start(body, context))
-        return _delivery(gateway, body, request, form, start, num_choices)
+        return _delivery(gateway, body, request, form, start, num_choices, told)
 
     return router
 
@@ -114,14 +116,22 @@ async def _is_large(request: Request) -> bool:
     return len(await request.body()) > MAX_LOOP_BYTES
 
 
-def _call_context(info: RequestInfo, form: Format) -> CallContext:
+def _told_before(body: GenerationBody, request: Request, form: Format, num_choices: int) -> Told | None:
+    """What a client that is back has already; its request has the id of the first one then. Raises: HttpError."""
+    told = told_before(request.headers, form.id_prefix, num_choices)
+    if told is not None:
+        if not body.resumable:
+            message = f"resumable: must be true with the header {LAST_EVENT_ID}, as in the first request"
+            raise HttpError(400, message, param="resumable", code="invalid_value")
+        info_of(request.scope).hex_id = told.hex_id
+    return told
+
+
+def _call_context(info: RequestInfo, form: Format, told: Told | None) -> CallContext:
     """Fix what a retry needs before the first send."""
-    return CallContext(
-        request_id=form.id_prefix + info.hex_id,
-        default_seed=secrets.randbits(63),
-        key_digest=info.key_digest,
-        trace=inject(context_of(info.span)),
-    )
+    request_id = form.id_prefix + info.hex_id
+    trace = inject(context_of(info.span))
+    return CallContext(request_id, seed_of(request_id), info.key_digest, trace, told)
 
 
 def _delivery(
@@ -131,19 +141,27 @@ def _delivery(
     form: Format,
     start: Start,
     num_choices: int,
-) -> Delivery:
+    told: Told | None,
+) -> Response:
     """What will submit the request and carry its answer."""
     if start.ByteSize() > MAX_START_BYTES:
         raise HttpError(413, f"the request takes more than {MAX_START_BYTES} bytes", code="body_too_large")
     config, info = gateway.config, info_of(request.scope)
     timeout_s = time_limit_s(request.headers, body.timeout, config.request_timeout_s)
-    head = AnswerHead(form.id_prefix + info.hex_id, int(time.time()))
-    wants_prompts = options_of(start).return_token_ids
-    generation = Generation(head.request_id, config.max_buffered_bytes, wants_prompts=wants_prompts)
+    head = AnswerHead(form.id_prefix + info.hex_id, created_s_of(info.hex_id))
+    wants_prompts, may_return = options_of(start).return_token_ids, bool(body.resumable)
+    generation = Generation(
+        head.request_id, config.max_buffered_bytes, wants_prompts=wants_prompts, may_return=may_return
+    )
     _describe(info, body, form, head)
     job = Job(generation, start, timeout_s, gateway.pool)
     if body.stream:
-        return StreamDelivery(job, StreamAnswer(head, form, body.includes_usage))
+        ids = EventIds(head.request_id, told, generation.progress, body.num_choices) if may_return else None
+        if told is not None and ids is not None:
+            if told.has_usage:
+                return end_of_stream(ids, told)
+            told.note_in(generation.progress)
+        return StreamDelivery(job, StreamAnswer(head, form, body.includes_usage, ids))
     return WholeDelivery(job, WholeAnswer(head, form, num_choices))
 
 

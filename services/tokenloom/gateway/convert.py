@@ -14,6 +14,7 @@ import orjson
 
 from tokenloom.api.v1 import common_pb2, inference_pb2
 from tokenloom.common.errors import from_proto
+from tokenloom.gateway.event_ids import Told
 from tokenloom.gateway.generation import Accepted, Finish, Generation, Logprob, Position, Usage
 from tokenloom.gateway.model_info import ModelInfo
 from tokenloom.gateway.openai_types import ChatBody, CompletionBody, GenerationBody, Message
@@ -35,12 +36,16 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class CallContext:
-    """What goes on with a body: the request's id, a seed if the caller sent none, the caller's key and trace."""
+    """What goes on with a body: the request's id, a seed if the caller sent none, the caller's key and trace.
+
+    `told`: what a client had already that is back for the rest.
+    """
 
     request_id: str
     default_seed: int
     key_digest: bytes
     trace: common_pb2.TraceContext
+    told: Told | None = None
 
 
 def chat_start(body: ChatBody, context: CallContext) -> Start:
@@ -145,7 +150,14 @@ def _options(
         cache_salt=body.cache_salt or "",
         request_id=context.request_id,
         return_token_ids=bool(body.return_token_ids),
+        resumable=bool(body.resumable),
     )
+    for index, told in context.told.choices.items() if context.told else ():
+        options.num_skipped_tokens[index] = told.num_tokens
+        if told.num_cached_tokens:
+            options.num_cached_tokens[index] = told.num_cached_tokens
+        if told.is_finished:
+            options.finished_choices.append(index)
     return options
 
 
@@ -231,7 +243,10 @@ async def deliver(
 async def _deliver_outputs(
     outputs: inference_pb2.TextOutputs, find: Callable[[int], Generation | None], turns: Turns
 ) -> None:
-    """Deal rows, each with its details, so that a handler that gets to run sees them together if they are small."""
+    """Deal rows, each with its details: a handler that gets to run sees them together, unless they fill a turn alone.
+
+    So an event of a resumable stream tells all of its tokens: tokenizers tell no more than 512 logprobs at once.
+    """
     details: dict[tuple[int, int, int], list[_Details]] = {}
     for extra in outputs.extras:
         delta = extra.delta
@@ -244,12 +259,14 @@ async def _deliver_outputs(
     columns = (outputs.handles, outputs.choice_indexes, outputs.first_token_indexes, outputs.num_tokens, outputs.texts)
     for handle, choice_index, first_token_index, num_tokens, text in zip(*columns, strict=True):
         portions = details.pop((handle, choice_index, first_token_index), [])
-        await turns.next(1 + sum(portion.num_entries for portion in portions[:1]))
+        num_entries = sum(portion.num_entries for portion in portions)
+        is_small = num_entries <= _MAX_ENTRIES_PER_TURN
+        await turns.next(1 + (num_entries if is_small else portions[0].num_entries))
         if generation := find(handle):
             generation.add_text(choice_index, text, first_token_index, num_tokens, ids[at : at + num_tokens])
         at += num_tokens
         for number, portion in enumerate(portions):
-            if number:
+            if number and not is_small:
                 await turns.next(portion.num_entries)
             if generation := find(handle):
                 prompt_logprobs = _positions(portion.prompt_logprobs)

@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from tokenloom.common.errors import Cancelled
 from tokenloom.gateway import metrics
-from tokenloom.gateway.answers import StreamAnswer, WholeAnswer
+from tokenloom.gateway.answers import DONE, StreamAnswer, WholeAnswer
 from tokenloom.gateway.connections import HttpConnection, connection_of
 from tokenloom.gateway.convert import Start
+from tokenloom.gateway.event_ids import EventIds, Told
 from tokenloom.gateway.generation import Generation, Update
 from tokenloom.gateway.request_info import RequestInfo, info_of
 from tokenloom.gateway.sized_work import MAX_LOOP_ENTRIES, run_sized
@@ -158,6 +159,18 @@ class StreamDelivery(Delivery):
                 await send({"type": "http.response.body", "body": events, "more_body": not update.is_last})
             if update.is_last:
                 return
+
+
+def end_of_stream(ids: EventIds, told: Told) -> Response:
+    """What is left of a resumable stream behind its last chunk: the end mark, or nothing, which asks for no return.
+
+    Source: WHATWG HTML, section 9.2.1, for status 204.
+    """
+    if told.is_whole:
+        return Response(status_code=204)
+    response = Response(ids.of_end() + DONE)
+    response.raw_headers = [*_STREAM_HEADERS, (b"content-length", str(len(response.body)).encode())]
+    return response
 
 
 async def _cancel_on_disconnect(receive: Receive, generation: Generation) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from tokenloom.gateway.generation import Accepted, ChoiceUpdate, Finish, Position
@@ -31,8 +31,8 @@ class Format(Protocol):
     def extras(self, accepted: Accepted, choices: Sequence[ChoiceUpdate]) -> dict[str, Any]:
         """Further top-level fields of a whole answer (given its choices) or of a stream's first chunk (given none)."""
 
-    def begin(self, accepted: Accepted) -> None:
-        """The request was taken; called once, before any other."""
+    def begin(self, accepted: Accepted, told_choices: Collection[int] = ()) -> None:
+        """The request was taken; called once, before any other. Of `told_choices` something was told before."""
 
 
 class ChatFormat:
@@ -51,7 +51,7 @@ class ChatFormat:
         self._has_logprobs = has_logprobs
         self._has_token_ids = has_token_ids
 
-    def begin(self, accepted: Accepted) -> None:
+    def begin(self, accepted: Accepted, told_choices: Collection[int] = ()) -> None:
         """Nothing to note."""
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
@@ -134,12 +134,12 @@ class CompletionFormat:
         self._unsent_prompts: dict[int, list[int]] = {}
         self._prompt_logprobs: list[Position] = []
 
-    def begin(self, accepted: Accepted) -> None:
+    def begin(self, accepted: Accepted, told_choices: Collection[int] = ()) -> None:
         """Note the prompts' ids, which go out with each choice's first piece, and their lengths."""
         self._echoed_prompts = {i: EchoedPrompt(len(prompt)) for i, prompt in enumerate(accepted.prompts)}
         if self._has_token_ids:
             choices = enumerate(prompt for prompt in accepted.prompts for _ in range(self._num_choices))
-            self._unsent_prompts = dict(choices)
+            self._unsent_prompts = {index: ids for index, ids in choices if index not in told_choices}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """Text completions open with text."""

@@ -51,6 +51,7 @@ _PARAM_OF = {
     "tools_json": "tools",
     "prompts": "prompt",
     "grammar": "response_format",
+    "num_skipped_tokens": "last-event-id",
 }
 _GROUPS = ("chat", "complete", "options", "sampling", "stop")
 

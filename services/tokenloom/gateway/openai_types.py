@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from tokenloom.gateway.field_types import (
+    MAX_NUM_CHOICES,
     MAX_NUM_MESSAGES,
     MAX_NUM_PARTS,
     MAX_NUM_TOOLS,
@@ -69,6 +70,11 @@ class GenerationBody(Body):
     user: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resumable: bool | None = Field(
+        None,
+        description="Only with stream: its events have ids, and a client that lost its connection gets the rest from "
+        "any gateway by sending the same body again with the header Last-Event-ID.",
+    )
 
     @property
     def num_choices(self) -> int:
@@ -86,6 +92,8 @@ class GenerationBody(Body):
             raise refusal("is only allowed when stream is true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("is not available in streams", param="prompt_logprobs")
+        if self.resumable and not self.stream:
+            raise refusal("is only allowed when stream is true", param="resumable")
         return self
 
 
@@ -237,6 +245,17 @@ class CompletionBody(GenerationBody):
     def _check_combinations(self) -> Self:
         if self.best_of is not None and self.best_of != self.num_choices:
             raise refusal("is only supported when it equals n", param="best_of", code="unsupported")
+        if self.resumable:
+            self._check_resumable()
         if self.suffix:
             raise refusal("is not supported", param="suffix", code="unsupported")
         return self
+
+    def _check_resumable(self) -> None:
+        """Refuse what could not be cut anywhere: what is told of a token must not depend on the text before it."""
+        for name, is_asked in (("echo", bool(self.echo)), ("logprobs", self.logprobs is not None)):
+            if is_asked:
+                raise refusal("cannot be combined with resumable", param=name, code="unsupported")
+        if len(self.prompt) * self.num_choices > MAX_NUM_CHOICES:
+            message = f"times the number of prompts must be at most {MAX_NUM_CHOICES} in a resumable stream"
+            raise refusal(message, param="n")

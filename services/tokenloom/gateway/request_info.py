@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import secrets
 import time
-import uuid
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
@@ -12,6 +14,8 @@ from starlette.types import Scope
 from tokenloom.common.errors import TokenloomError
 from tokenloom.gateway import metrics
 
+HEX_ID = re.compile(r"[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}", re.ASCII)
+"""What `new_hex_id` makes."""
 _KEY = "request_info"
 
 
@@ -20,7 +24,8 @@ class RequestInfo:
     """One HTTP request.
 
     Attributes:
-        hex_id: unique; the completion's id is made from it, so it is found in every stage's log.
+        hex_id: unique; the completion's id is made from it, so it is found in every stage's log. That of the first
+            request, if its client is back for the rest of its stream.
         public_id: value of the x-request-id response header: the caller's own, else `hex_id`.
         span: the request's server span.
         started_s: `time.perf_counter` at the request's head.
@@ -52,8 +57,23 @@ class RequestInfo:
 
 
 def new_hex_id() -> str:
-    """32 random hexadecimal digits."""
-    return uuid.uuid4().hex
+    """32 hexadecimal digits that nobody had before, and that tell when that was.
+
+    Source: UUIDv7, RFC 9562, section 5.7.
+    """
+    time_ms = time.time_ns() // 1_000_000
+    value = time_ms << 80 | 0x7 << 76 | secrets.randbits(12) << 64 | 0b10 << 62 | secrets.randbits(62)
+    return f"{value:032x}"
+
+
+def created_s_of(hex_id: str) -> int:
+    """When an id was made, in seconds since the epoch; the same at every gateway."""
+    return int(hex_id[:12], 16) // 1000
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that names none, a function of its id: 63 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
 
 
 def attach(scope: Scope, info: RequestInfo) -> None:
