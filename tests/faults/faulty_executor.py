@@ -22,6 +22,7 @@ class Orders:
     """What a running executor is told to do wrong, as files in a folder; they outlive a crash.
 
     slow     every step takes so many seconds longer
+    crawl    every layer of a step takes so many seconds longer: it moves, but slowly
     nan      logits of rows whose prompt holds this token id are NaN
     poison   the process ends at a step with a row whose prompt holds this token id
     oom      the next steps, as many as the number says, raise MemoryError
@@ -62,11 +63,14 @@ class Orders:
 
 def inject(orders: Orders) -> None:
     """Wrap the runner's methods."""
+    from tokenloom.executor.attention import PagedStep
     from tokenloom.executor.model import PagedModel
     from tokenloom.executor.runner import Runner
 
     runner: Any = Runner
     model: Any = PagedModel
+    step: Any = PagedStep
+    run_layer = step.run
     execute, last_logits, hidden_states = runner.execute, runner._last_logits, model.hidden_states
     is_running = False
 
@@ -97,6 +101,11 @@ def inject(orders: Orders) -> None:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
         return hidden_states(self, *args)
 
+    def faulty_layer(self: Any, *args: Any) -> Any:
+        time.sleep((orders.value("crawl") or 0.0) if is_running else 0.0)
+        return run_layer(self, *args)
+
+    step.run = faulty_layer
     runner.execute, runner._last_logits, model.hidden_states = faulty_execute, faulty_last_logits, faulty_hidden_states
 
 
