@@ -1,6 +1,7 @@
 # make setup   the environment in .venv, with the embedded model
 # make serve   the whole stack on http://127.0.0.1:8000   (ARGS="--port 9000 ..." for its flags)
-# make test    all tests that fit into 12 minutes on 2 cores
+# make test    all tests that fit into 15 minutes on 2 cores
+# make faults  every fault at every moment under load: a table   (ARGS="--quick", "--only 'kill decode'", "--list")
 # make lint    ruff, mypy --strict, generated code up to date, buf lint and breaking
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 BUF    := build/npm/node_modules/.bin/buf
 DONE   := $(VENV)/.setup-done
 
-.PHONY: setup serve test test-unit test-service test-system test-slow bench-scheduler bench-fairness lint format protos buf loadtest clean
+.PHONY: setup serve test test-unit test-service test-system test-faults test-slow faults bench-scheduler bench-fairness lint format protos buf loadtest clean
 
 setup: $(DONE)
 
@@ -22,7 +23,7 @@ $(DONE): pyproject.toml
 serve: $(DONE)
 	@exec $(BIN)/tokenloom serve $(ARGS)
 
-test: test-unit test-service test-system
+test: test-unit test-service test-system test-faults
 
 test-unit: $(DONE)
 	$(BIN)/pytest -q -m 'not slow' tests/test_tidy.py tests/unit tests/property tests/golden
@@ -33,8 +34,15 @@ test-service: $(DONE)
 test-system: $(DONE)
 	$(BIN)/pytest -q -m 'not slow' tests/system
 
+test-faults: $(DONE)
+	$(BIN)/pytest -q -m 'not slow' tests/faults
+
 test-slow: $(DONE)
 	$(BIN)/pytest -q -m slow tests
+
+# The long form of test-faults, some 15 minutes; exit code 1 if anything was lost or wrong; build/faults.json
+faults: $(DONE)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 # Cost, overlap, what the split costs, admission: tables, and build/bench-scheduler.json   (ARGS="--quick")
 bench-scheduler: $(DONE)

@@ -75,6 +75,7 @@ class Cluster:
         self._environ = {**os.environ, **own, **(environ or {})}
         self._addresses = {name: f"unix:{self.folder}/{name}" for name in ("executor", "scheduler", *self.tokenizers)}
         self._addresses |= {name: f"127.0.0.1:{free_port()}" for name in self.gateways}
+        self._changes: dict[str, Mapping[str, object]] = {}
         self._links: dict[tuple[str, str], str] = {}
         self._unsupervised = set(unsupervised)
         self._parent_fd, self._alive_fd = os.pipe()  # stages stop when this process is gone, however it went
@@ -94,6 +95,21 @@ class Cluster:
     def link(self, client: str, server: str, address: str) -> None:
         """Let `client` (a stage, or all of a kind) reach `server` at `address`; for starts after the call."""
         self._links[client, self.name_of(server)] = address
+
+    def configure(self, stage: str, program: Sequence[str] | None = None, **flags: object) -> None:
+        """Change what a stage is started with, for starts after the call; `program` None: its own module again.
+
+        Flags replace those of earlier calls, and are put behind those that the cluster was made with.
+        """
+        name = self.name_of(stage)
+        self._programs[name] = program or ("-m", f"tokenloom.{name.partition('-')[0]}")
+        self._changes[name] = flags
+
+    def add_stage(self, name: str) -> None:
+        """Start one more stage of a kind, such as scheduler-1, and wait until it serves."""
+        self._addresses[name] = f"unix:{self.folder}/{name}"
+        self.start_stage(name)
+        until(partial(self.is_serving, name), START_LIMIT_S, f"{name} does not serve")
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -120,9 +136,8 @@ class Cluster:
     def stop(self) -> None:
         """End every process, gateways first, and remove the folder."""
         try:
-            for name in reversed(self.names):
-                if name in self.stages:
-                    self.stages[name].stop(signal.SIGKILL, STOP_LIMIT_S)
+            for process in reversed(self.stages.values()):
+                process.stop(signal.SIGKILL, STOP_LIMIT_S)
         finally:
             os.close(self._alive_fd)
             os.close(self._parent_fd)
@@ -171,6 +186,10 @@ class Cluster:
     def log(self, stage: str) -> str:
         """What all processes of the stage wrote."""
         return (self.folder / f"{self.name_of(stage)}.log").read_text(errors="replace")
+
+    def clear_log(self, stage: str) -> None:
+        """Forget what the stage wrote so far."""
+        os.truncate(self.folder / f"{self.name_of(stage)}.log", 0)
 
     def show_logs(self) -> None:
         """Write the last lines of every stage to standard error."""
@@ -276,6 +295,7 @@ class Cluster:
         if kind != "gateway":
             common["metrics_listen"] = f"unix:{self.folder}/{name}.metrics"
         values = {**common, **own[kind], **self._settings.get(kind, {}), **self._settings.get(name, {})}
+        values |= self._changes.get(name, {})
         return [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
 
     def _reached(self, client: str, server: str) -> str:

@@ -43,6 +43,10 @@ class Orders:
         for file in self._folder.iterdir():
             file.unlink(missing_ok=True)
 
+    def is_done(self, order: str) -> bool:
+        """There is no such order, or not any more."""
+        return self.value(order) is None
+
     def value(self, order: str) -> float | None:
         """The order's number; None if there is no such order."""
         with contextlib.suppress(FileNotFoundError):

@@ -103,6 +103,11 @@ class Load:
                 self._changed.clear()
                 await self._changed.wait()
 
+    @property
+    def num_events(self) -> int:
+        """Events with tokens that have come, of all streams."""
+        return sum(answer.num_events for answer in self.answers)
+
     def num_begun(self, num_events: int = 1) -> int:
         """Streams that have so many events."""
         return sum(answer.num_events >= num_events for answer in self.answers)
