@@ -29,6 +29,9 @@ MAY_USE_GRPC = (
     "tokenizer_pool",
 )
 IMPURE_CALLS = ("open", "__import__", "exec", "eval", "input", "print")
+# What makes channels and servers, with their limits (common/), and the only files that may call it.
+MAKES_CHANNELS = ("insecure_channel", "secure_channel", "grpc.server", "aio.server")
+CHANNEL_MAKERS = ("common/channel.py", "common/grpc_server.py")
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 MAX_FUNCTION_LINES = 70
 MAX_MAIN_LINES = 40
@@ -78,6 +81,12 @@ def violations(path: str, source: str) -> Iterator[str]:
             yield f"line {node.lineno}: touches the environment"
         if isinstance(node, ast.Call) and path.startswith("scheduler/core/") and ast.unparse(node.func) in IMPURE_CALLS:
             yield f"line {node.lineno}: the core calls {ast.unparse(node.func)}"
+        if (
+            isinstance(node, ast.Call)
+            and path not in CHANNEL_MAKERS
+            and ast.unparse(node.func).endswith(MAKES_CHANNELS)
+        ):
+            yield f"line {node.lineno}: makes a channel or a server outside common/"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -116,6 +125,8 @@ def test_every_file_keeps_to_its_layer() -> None:
         ("gateway/x.py", "from os import environ"),
         ("gateway/formats.py", "import grpc"),
         ("common/x.py", "import tokenloom.executor"),
+        ("tokenizer/x_client.py", "import grpc\ngrpc.aio.insecure_channel('a')"),
+        ("executor/servicer.py", "import grpc\ngrpc.aio.server()"),
         ("gateway/__main__.py", "\n" * 60),
         ("gateway/x.py", "def f():\n" + "    pass\n" * 80),
     ],

@@ -44,7 +44,9 @@ the text.
 """.strip()
 
 
-def write_tiny_model(folder: Path, family: Family, seed: int = 0) -> Path:
+def write_tiny_model(
+    folder: Path, family: Family, seed: int = 0, *, max_positions: int = MAX_POSITION_EMBEDDINGS
+) -> Path:
     """Write a complete model folder of `family` with random weights and return it.
 
     The folder is made if it is missing. Two layers, 64 wide, 512 tokens of vocabulary, fp32 weights of under 1 MB.
@@ -56,14 +58,14 @@ def write_tiny_model(folder: Path, family: Family, seed: int = 0) -> Path:
     write_tiny_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_tiny_model(family)
+        model = make_tiny_model(family, max_positions)
     ids = {"bos_token_id": 0, "eos_token_id": EOS_TOKEN_ID, "pad_token_id": 0}
     model.generation_config = transformers.GenerationConfig.from_dict(ids)
     model.save_pretrained(folder)
     return folder
 
 
-def make_tiny_model(family: Family) -> Any:
+def make_tiny_model(family: Family, max_positions: int = MAX_POSITION_EMBEDDINGS) -> Any:
     """Build a tiny causal LM of `family` in memory, in evaluation mode; weights follow torch's global seed."""
     import transformers
 
@@ -82,9 +84,9 @@ def make_tiny_model(family: Family) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+        "max_position_embeddings": max_positions,
     }
-    gpt2_sizes: dict[str, Any] = {"n_positions": MAX_POSITION_EMBEDDINGS, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    gpt2_sizes: dict[str, Any] = {"n_positions": max_positions, "n_embd": 64, "n_layer": 2, "n_head": 4}
     model: Any
     if family == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2_sizes, **common))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import MAX_POSITION_EMBEDDINGS, write_tiny_model
 from tokenloom.api.v1 import engine_pb2_grpc, inference_pb2_grpc
 from tokenloom.common.channel import PUBLIC_MESSAGE_BYTES, make_channel
 from tokenloom.common.config import ProcessSettings
@@ -38,11 +38,13 @@ class Stages:
         client: of the gateway.
         engine: stub of the scheduler's EngineService.
         inference: stub of the tokenizer's InferenceService.
+        addresses: of executor, scheduler and tokenizer.
     """
 
     client: httpx.AsyncClient
     engine: Any
     inference: Any
+    addresses: Mapping[str, str]
 
     async def complete(self, headers: Mapping[str, str] | None = None, **body: Any) -> dict[str, Any]:
         """The answer to a text completion: greedy and not ended by a token, unless the body says otherwise."""
@@ -90,6 +92,7 @@ async def running_stages(
     executor: Mapping[str, Any] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
     gateway: Mapping[str, Any] | None = None,
+    max_positions: int = MAX_POSITION_EMBEDDINGS,
     **scheduler: Any,
 ) -> AsyncIterator[Stages]:
     """Stages that are ready.
@@ -99,9 +102,10 @@ async def running_stages(
         executor: settings of the executor.
         tokenizer: settings of the tokenizer.
         gateway: settings of the gateway.
+        max_positions: the model's context.
         scheduler: settings of the scheduler.
     """
-    model = str(write_tiny_model(folder / "tiny-llama", "llama"))
+    model = str(write_tiny_model(folder / "tiny-llama", "llama", max_positions=max_positions))
     at = {name: f"unix:{folder}/{name}" for name in ("executor", "scheduler", "tokenizer")}
     process = ProcessSettings()
     of_executor = {"model": model, "dtype": "float32", "num_threads": 1, **(executor or {})}
@@ -123,7 +127,10 @@ async def running_stages(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http.port}", timeout=60, limits=limits) as client:
             await _wait_until_ready(client)
             yield Stages(
-                client, engine_pb2_grpc.EngineServiceStub(engine), inference_pb2_grpc.InferenceServiceStub(inference)
+                client,
+                engine_pb2_grpc.EngineServiceStub(engine),
+                inference_pb2_grpc.InferenceServiceStub(inference),
+                at,
             )
     finally:
         await engine.close(None)
