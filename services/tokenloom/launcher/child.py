@@ -101,6 +101,7 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # one that is stopped would not hear of it
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), grace_s)
                 return
