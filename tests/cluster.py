@@ -183,6 +183,10 @@ class Cluster:
         """How many processes of the stage there have been."""
         return self.stages[self.name_of(stage)].num_starts
 
+    def exit_codes(self, stage: str) -> list[int]:
+        """Of the stage's processes that have ended; negative for a signal."""
+        return self.stages[self.name_of(stage)].exit_codes
+
     def log(self, stage: str) -> str:
         """What all processes of the stage wrote."""
         return (self.folder / f"{self.name_of(stage)}.log").read_text(errors="replace")

@@ -23,6 +23,7 @@ class StageProcess:
     ) -> None:
         self.name = name
         self.num_starts = 0
+        self.exit_codes: list[int] = []
         self._command, self._environ, self._parent_fd, self._log = command, environ, parent_fd, log
         self._process: subprocess.Popen[bytes] | None = None
         self._is_over = threading.Event()
@@ -71,7 +72,7 @@ class StageProcess:
     def _supervise(self) -> None:
         while True:
             assert self._process is not None
-            self._process.wait()
+            self.exit_codes.append(self._process.wait())
             if not self._is_supervised or self._is_over.wait(RESTART_DELAY_S):
                 return
             self._start()

@@ -41,6 +41,8 @@ MAX_ATTEMPTS = 6
 MAX_ATTEMPTS_OVERFULL = 2
 LARGE_START_BYTES = 1 << 20
 _SENT_AT_ONCE = 16
+# A tokenizer that is there when the gateway starts is connected by then.
+_FIRST_CONNECT_S = 2.0
 # So long does an engine keep what a lost tokenizer ran (its default).
 _ENGINE_KEEPS_S = 10.0
 _CANCEL_AFTER_S = 0.05
@@ -84,6 +86,7 @@ class TokenizerPool:
         self._left: list[tuple[float, Call]] = []
         self._is_sending = False
         self._lost_at_s = -math.inf
+        self._connects_until_s = -math.inf
         self._is_closed = False
         self._is_stopped = False
         self._is_idle = asyncio.Event()
@@ -115,6 +118,7 @@ class TokenizerPool:
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
+        self._connects_until_s = asyncio.get_running_loop().time() + _FIRST_CONNECT_S
         for client in self._clients:
             client.start()
 
@@ -147,7 +151,8 @@ class TokenizerPool:
             limit = self._max_num_requests
             raise ResourceExhausted(f"{limit} requests are in flight; try again later", retry_after_s=1.0)
         loop = asyncio.get_running_loop()
-        wait_s = max(self._lost_at_s, self._left_at_s) + self._takeover_limit_s - loop.time()
+        wait_until_s = max(self._lost_at_s, self._left_at_s) + self._takeover_limit_s
+        wait_s = max(wait_until_s, self._connects_until_s) - loop.time()
         client = self._find_healthy() or self._find_keeping()
         if client is None and wait_s <= 0 and (client := self._find_any()) is None:
             raise _unreachable()

@@ -42,6 +42,9 @@ class NotingClient:
         call.generation.on_abandoned = lambda: self.cancelled.append(call.generation.request_id)
         self.calls.append(call)
 
+    def start(self) -> None:
+        """It is what the test says."""
+
     async def stop(self) -> None:
         self.lose(comes_back=False)
 
@@ -257,5 +260,27 @@ def test_the_time_of_a_drain_does_not_count_for_those_who_wait_for_its_end(clien
         assert not patient.is_over
         await asyncio.sleep(0.15)
         assert (await error_of(patient)).reason == "NO_TOKENIZER"
+
+    asyncio.run(story())
+
+
+def test_a_gateway_that_has_just_started_lets_requests_wait_for_its_first_session(
+    clients: list[NotingClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(tokenizer_pool, "_FIRST_CONNECT_S", 0.1)
+        pool = TokenizerPool(["a"], "", "", 10)
+        clients[0].is_up = clients[0].is_serving = clients[0].has_served = False
+        await pool.start()
+        early, too_early = submit(pool, "early"), submit(pool, "too early", timeout_s=0.01)
+        await asyncio.sleep(0.05)
+        assert too_early.is_over
+        clients[0].is_up = clients[0].is_serving = True
+        clients[0].on_up()
+        assert [call.generation for call in clients[0].calls] == [early]
+        clients[0].is_up = False
+        await asyncio.sleep(0.1)
+        with pytest.raises(Unavailable):
+            submit(pool, "late")
 
     asyncio.run(story())
