@@ -105,3 +105,20 @@ def test_a_tokenizer_tells_gateways_its_load_once_per_heartbeat_also_while_busy(
             await until(lambda: bool(gateway.completed) and gateway.loads[-1].num_choices == 0)
 
     run_tokenizer(test())
+
+
+def test_a_tokenizer_tells_gateways_of_a_new_load_soon_and_of_an_old_one_no_more_than_it_must(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with tokenizer_on(tmp_path, heartbeat_s=60.0) as stack:
+            busy, idle = Gateway(stack), Gateway(stack)
+            for gateway in (busy, idle):
+                await gateway.open()
+                gateway.read()
+            stack.engine.may_step.clear()
+            await busy.start(complete_request([5, 6], num_choices=3))
+            await until(lambda: idle.loads[-1:] and idle.loads[-1].num_choices == 3)
+            num_told = len(idle.loads)
+            await asyncio.sleep(1.2)
+            assert len(idle.loads) == num_told
+
+    run_tokenizer(test())

@@ -200,6 +200,12 @@ def _prompt(prompt: str | list[int]) -> inference_pb2.Prompt:
     return inference_pb2.Prompt(token_ids=token_ids)
 
 
+def num_choices_of(start: Start) -> int:
+    """Choices of all prompts."""
+    num_prompts = len(start.complete.prompts) if start.HasField("complete") else 1
+    return max(1, options_of(start).num_choices) * num_prompts
+
+
 async def deliver(
     frame: inference_pb2.SessionResponse,
     find: Callable[[int], Generation | None],

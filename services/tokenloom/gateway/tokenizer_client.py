@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -64,6 +64,10 @@ class Call:
     num_attempts: int = 0
     num_tokens: int = 0
     give_up: asyncio.TimerHandle | None = None
+    num_choices: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_choices = convert.num_choices_of(self.start)
 
     def note_progress(self) -> None:
         """Its session was lost: it has all its attempts again if it went on in there."""
@@ -139,6 +143,7 @@ class TokenizerClient:
         has_served: it did so in this session, so its engine is known there: it keeps requests while that is away.
         left_at_s: when a session last ended because the tokenizer stopped; the loop's clock.
         waits_for_executor: it takes requests, which wait until its engine has an executor again.
+        num_choices: our own choices in flight there.
         has_other: asked whether another tokenizer is there that serves.
     """
 
@@ -170,12 +175,14 @@ class TokenizerClient:
         self._calls: dict[int, Call] = {}
         self._generations: dict[int, Generation] = {}
         self._last_handle = 0
+        self._num_others = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self.num_choices = 0
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests of the open session."""
-        return len(self._calls)
+    def load(self) -> int:
+        """Choices in flight there: those of others, as it said last, and our own, as they are now."""
+        return self._num_others + self.num_choices
 
     def start(self) -> None:
         """Begin to connect."""
@@ -204,6 +211,7 @@ class TokenizerClient:
         call.generation.on_abandoned = lambda: self._leave(handle)
         self._calls[handle] = call
         self._generations[handle] = call.generation
+        self.num_choices += call.num_choices
         self._outbox.add_start(call.start)
 
     async def list_models(self, api_key: str) -> list[ModelInfo]:
@@ -220,8 +228,7 @@ class TokenizerClient:
         return [convert.model_info(model) for model in response.models]
 
     def _leave(self, handle: int) -> None:
-        if (call := self._calls.pop(handle, None)) is not None:
-            del self._generations[handle]
+        if (call := self._remove(handle)) is not None:
             leave = self._outbox.add_detach if call.generation.is_detached else self._outbox.add_cancel
             leave(handle)
 
@@ -293,15 +300,22 @@ class TokenizerClient:
         if frame.HasField("load"):
             self._take_load(frame.load)
         ended, given_back = await convert.deliver(frame, self._generations.get, self._is_given_back)
-        calls = [call for handle in given_back if (call := self._calls.get(handle)) is not None]
-        for handle in (*ended, *given_back):
-            self._calls.pop(handle, None)
-            self._generations.pop(handle, None)
+        for handle in ended:
+            self._remove(handle)
+        calls = [call for handle in given_back if (call := self._remove(handle)) is not None]
         if calls:  # if it did not say yet that it drains, it is about to
             pause_s = 0.0 if self.is_draining else _GIVEN_BACK_PAUSE_S
             asyncio.get_running_loop().call_later(pause_s, self._on_lost, calls, False)
 
+    def _remove(self, handle: int) -> Call | None:
+        """A call is in flight there no more; returns it, unless it left before."""
+        if (call := self._calls.pop(handle, None)) is not None:
+            del self._generations[handle]
+            self.num_choices -= call.num_choices
+        return call
+
     def _take_load(self, load: inference_pb2.SessionLoad) -> None:
+        self._num_others = max(0, load.num_choices - self.num_choices)
         self.waits_for_executor = load.waits_for_executor
         if self.waits_for_executor:
             self._on_up()
@@ -326,7 +340,7 @@ class TokenizerClient:
         lost = list(self._calls.values())
         self._calls.clear()
         self._generations.clear()
-        self._last_handle = 0
+        self._last_handle = self._num_others = self.num_choices = 0
         if was_up:
             self._on_lost(lost, is_overfull)
         return was_up

@@ -192,7 +192,7 @@ class TokenizerPool:
             generation.abandon(error)
 
     def _find_healthy(self) -> TokenizerClient | None:
-        """The healthy tokenizer with the fewest requests in flight."""
+        """The healthy tokenizer with the fewest choices in flight."""
         return _least_busy(client for client in self._clients if client.is_serving)
 
     def _find_waiting(self) -> TokenizerClient | None:
@@ -299,9 +299,9 @@ class TokenizerPool:
 
 
 def _least_busy(clients: Iterable[TokenizerClient]) -> TokenizerClient | None:
-    """Of those that take new requests, the one with the fewest in flight."""
+    """Of those that take new requests, the one with the fewest choices in flight, of all callers and then of ours."""
     there = [client for client in clients if client.is_up and not client.is_draining]
-    return min(there, key=lambda client: client.num_in_flight, default=None)
+    return min(there, key=lambda client: (client.load, client.num_choices), default=None)
 
 
 def _unreachable() -> Unavailable:

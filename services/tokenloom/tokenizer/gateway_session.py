@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
 _MAX_FRAME_BYTES = 4 << 20
 _IDS_PER_LOGPROB = 64
+_LOAD_PERIOD_S = 0.5
 
 
 class GatewaySession:
@@ -35,7 +36,7 @@ class GatewaySession:
 
     Args:
         max_outbox_bytes: bound on events that wait to be written.
-        heartbeat_s: the load is told so often, and when it changes in a way that matters.
+        heartbeat_s: the load is told so often, twice a second if it changed, and at once if that matters.
         load: how busy the stage is.
     """
 
@@ -53,6 +54,7 @@ class GatewaySession:
         self._heartbeat_s = heartbeat_s
         self._load = load
         self._must_tell_load = True
+        self._told_load = inference_pb2.SessionLoad()
         self._generation = generation
         self._authenticator = authenticator
         self._converter = converter
@@ -84,6 +86,7 @@ class GatewaySession:
         reader = asyncio.get_running_loop().create_task(self._read(first, messages), name="gateway-session-reader")
         self._reader = reader
         pulse = Pulse(self._heartbeat_s, self.tell_load)
+        load_watch = Pulse(min(_LOAD_PERIOD_S, self._heartbeat_s), self._tell_new_load)
         self._outbox.wake()  # for the first load
         try:
             while True:
@@ -96,7 +99,8 @@ class GatewaySession:
                     await asyncio.sleep(0)
                 if self._must_tell_load:
                     self._must_tell_load = False
-                    yield inference_pb2.SessionResponse(load=self._load())
+                    self._told_load = self._load()
+                    yield inference_pb2.SessionResponse(load=self._told_load)
                 if (reader.done() or self._is_ending) and not self._outbox.has_news:
                     if reader.done():
                         reader.result()
@@ -104,6 +108,7 @@ class GatewaySession:
                         return
         finally:
             pulse.stop()
+            load_watch.stop()
             self._give_up()
             await asyncio.gather(reader, *self._requests.values(), return_exceptions=True)
 
@@ -118,6 +123,10 @@ class GatewaySession:
         """Give one request up; nothing more is told of it."""
         if (running := self._requests.get(handle)) is not None:
             running.cancel()
+
+    def _tell_new_load(self) -> None:
+        if self._load() != self._told_load:
+            self.tell_load()
 
     def tell_load(self) -> None:
         """Tell the gateway how busy the stage is."""

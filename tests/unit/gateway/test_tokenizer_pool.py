@@ -30,7 +30,7 @@ class NotingClient:
         stall_timeout_s: float,
     ) -> None:
         self.is_up, self.is_serving, self.has_served, self.is_draining = True, True, True, False
-        self.num_in_flight, self.left_at_s = 0, -math.inf
+        self.load, self.num_choices, self.left_at_s = 0, 0, -math.inf
         self.waits_for_executor = False
         self.calls: list[Call] = []
         self.cancelled: list[str] = []
