@@ -2,6 +2,7 @@
 # make serve   the whole stack on http://127.0.0.1:8000   (ARGS="--port 9000 ..." for its flags)
 # make test    all tests that fit into 15 minutes on 2 cores
 # make faults  every fault at every moment under load: a table   (ARGS="--quick", "--only 'kill decode'", "--list")
+# make soak    20 minutes of load with aborts and a kill a minute: memory, gauges, blocks   (ARGS="--minutes 5")
 # make lint    ruff, mypy --strict, generated code up to date, buf lint and breaking
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 BUF    := build/npm/node_modules/.bin/buf
 DONE   := $(VENV)/.setup-done
 
-.PHONY: setup serve test test-unit test-service test-system test-faults test-slow faults bench-scheduler bench-fairness lint format protos buf loadtest clean
+.PHONY: setup serve test test-unit test-service test-system test-faults test-slow faults soak bench-scheduler bench-fairness lint format protos buf loadtest clean
 
 setup: $(DONE)
 
@@ -35,7 +36,7 @@ test-system: $(DONE)
 	$(BIN)/pytest -q -m 'not slow' tests/system
 
 test-faults: $(DONE)
-	$(BIN)/pytest -q -m 'not slow' tests/faults
+	$(BIN)/pytest -q -m 'not slow' tests/faults tests/soak
 
 test-slow: $(DONE)
 	$(BIN)/pytest -q -m slow tests
@@ -43,6 +44,10 @@ test-slow: $(DONE)
 # The long form of test-faults, some 15 minutes; exit code 1 if anything was lost or wrong; build/faults.json
 faults: $(DONE)
 	$(BIN)/python -m tests.faults $(ARGS)
+
+# Exit code 1 if a request failed, a stage holds anything at the end or its memory grows; build/soak.json
+soak: $(DONE)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # Cost, overlap, what the split costs, admission: tables, and build/bench-scheduler.json   (ARGS="--quick")
 bench-scheduler: $(DONE)

@@ -264,6 +264,11 @@ class Cluster:
         rows = (line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#"))
         return {key: float(value) for key, value in rows}
 
+    def total(self, stage: str, name: str) -> float:
+        """A metric's value, summed over its labels; the request for the page itself does not count."""
+        found = {key: value for key, value in self.metrics(stage).items() if key.partition("{")[0] == name}
+        return sum(value for key, value in found.items() if 'route="/metrics"' not in key)
+
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Every stage serves, and every gateway has a session with every tokenizer."""
         deadline_s = time.monotonic() + limit_s
@@ -275,9 +280,7 @@ class Cluster:
     def _has_all_tokenizers(self, gateway: int) -> bool:
         if not self.ready(gateway):
             return False
-        found = self.metrics(self.gateways[gateway])
-        sessions = [value for key, value in found.items() if key.startswith("tokenloom_gateway_tokenizer_session{")]
-        return sum(sessions) == len(self.tokenizers)
+        return self.total(self.gateways[gateway], "tokenloom_gateway_tokenizer_session") == len(self.tokenizers)
 
     # --- command lines --------------------------------------------------------------------------------------------
 

@@ -174,9 +174,8 @@ class Site:
             "blocks": load.num_blocks - load.num_free_blocks,
         }
         for stage in (*self.cluster.tokenizers, *self.cluster.gateways):
-            page = self.cluster.metrics(stage)
             for name in ("tokenizer_active_requests", "tokenizer_active_choices", "gateway_requests_in_flight"):
-                held[f"{name} of {stage}"] = int(page.get(f"tokenloom_{name}", 0))
+                held[f"{name} of {stage}"] = int(self.cluster.total(stage, f"tokenloom_{name}"))
         return ", ".join(f"{value} {name}" for name, value in held.items() if value)
 
     def time_until_serving(self, stage: str, since_s: float, limit_s: float = 60.0) -> float:
