@@ -54,7 +54,7 @@ def test_liveness_is_lost_while_a_plan_stands_still(
             dtype="float32",
             kv_cache_bytes=1 << 20,
             num_threads=1,
-            hang_limit_s=HANG_S,
+            plan_hang_limit_s=HANG_S,
         )
         stage = ExecutorStage(config)
         await stage.start()

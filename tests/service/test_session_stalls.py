@@ -202,6 +202,22 @@ def test_requests_are_sent_where_they_wait_for_an_executor_if_there_is_nothing_b
     stack.wait_for(lambda: waits_for(stack) is None)
 
 
+def test_requests_leave_an_engine_without_executor_for_one_that_has_its_own(stack: GatewayStack) -> None:
+    body = {**BODY, "max_tokens": 12, "stream": True}
+    undisturbed = joined(post(stack, CHAT, body).text)
+    for tokenizer in stack.tokenizers:
+        tokenizer.starts.clear()
+        stack.do(tokenizer.may_step.clear)
+    thread, answers = in_thread(stack, body)
+    busy = busy_one(stack)
+    stack.tokenizers[busy].load.waits_for_executor = True
+    stack.run(stack.tokenizers[busy].set_serving(False))
+    stack.do(stack.tokenizers[1 - busy].may_step.set)
+    thread.join(10)
+    assert joined(answers[0].text) == undisturbed
+    stack.wait_for(lambda: len(stack.tokenizers[busy].cancelled) == 1)
+
+
 def test_what_a_tokenizer_without_an_engine_gives_up_goes_on_elsewhere_or_fails(stack: GatewayStack) -> None:
     lost = Unavailable("the engine lost its executor", reason="EXECUTOR_LOST", retry_after_s=1.0)
     for tokenizer in stack.tokenizers:

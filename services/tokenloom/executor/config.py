@@ -35,7 +35,7 @@ class ExecutorConfig:
     max_num_batched_tokens: int = setting(512, "Most tokens of a step.", parse=positive_int)
     max_model_len: int = setting(0, "Longest sequence in tokens; 0: the model's own limit.", parse=non_negative_int)
     num_threads: int = setting(0, "Threads of a forward pass; 0: one per core.", parse=non_negative_int)
-    hang_limit_s: float = setting(
+    plan_hang_limit_s: float = setting(
         60.0,
         "Seconds without any progress of a plan after which the executor says that it is not alive; 0: never.",
         parse=non_negative_seconds,

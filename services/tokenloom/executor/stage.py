@@ -47,7 +47,7 @@ class ExecutorStage:
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(self._worker, build_executor, self._config)
         self._servicer.set_loaded(loaded)
-        if limit_s := self._config.hang_limit_s:
+        if limit_s := self._config.plan_hang_limit_s:
             liveness = Liveness(loaded.runner.progress, limit_s, self._server.set_live)
             self._watching = asyncio.create_task(liveness.watch())
         await self._server.set_serving(True)

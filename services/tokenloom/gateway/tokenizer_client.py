@@ -37,6 +37,8 @@ _UNARY_LIMIT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _GIVEN_BACK_PAUSE_S = 0.2
+# Tokenizers with the same engine have all said by then that it waits.
+_LEAVES_ENGINE_AFTER_S = 1.0
 _FRAME_BYTES = 1 << 20
 _MAX_U32 = 2**32 - 1
 # Reasons of a tokenizer that takes no requests, or keeps none, because it is about to stop; and of one whose engine is
@@ -163,6 +165,7 @@ class TokenizerClient:
         self.has_served = False
         self.left_at_s = -math.inf
         self.waits_for_executor = False
+        self._waits_since_s = 0.0
         self.has_other: Callable[[], bool] = lambda: False
         self._stall_timeout_s = stall_timeout_s
         self._client_id = client_id
@@ -316,9 +319,23 @@ class TokenizerClient:
 
     def _take_load(self, load: inference_pb2.SessionLoad) -> None:
         self._num_others = max(0, load.num_choices - self.num_choices)
+        now_s = asyncio.get_running_loop().time()
+        if not self.waits_for_executor:
+            self._waits_since_s = now_s
         self.waits_for_executor = load.waits_for_executor
         if self.waits_for_executor:
             self._on_up()
+            if now_s - self._waits_since_s >= _LEAVES_ENGINE_AFTER_S and self.has_other():
+                self._move_elsewhere()
+
+    def _move_elsewhere(self) -> None:
+        """Let requests go on through a tokenizer with another engine, which has its executor."""
+        calls = [call for call in self._calls.values() if call.generation.can_go_on]
+        if calls:
+            log.warning("%d requests leave tokenizer %s, whose engine has no executor", len(calls), self.address)
+        for call in calls:
+            self._leave(call.start.handle)
+        self._on_lost(calls, False)
 
     def _is_given_back(self, reason: str) -> bool:
         """A request that failed for this reason can be done elsewhere."""
