@@ -211,6 +211,26 @@ def test_detaching_what_is_not_resumable_cancels_it_and_unknown_handles_do_nothi
     run(test())
 
 
+def test_a_reader_that_lacks_logprobs_which_went_with_an_earlier_engine_has_them_computed_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor(step_s=0.005)
+        had = continuation([5, 6], 10)
+        async with scheduler_on(tmp_path, executor), session(tmp_path) as first, session(tmp_path) as second:
+            for is_over, handle in ((False, 1), (True, 2)):
+                name, max_tokens = f"r{handle}", 20 if is_over else 200
+                first.tokens[handle] = list(had)
+                again = resumable(handle, name, max_tokens, resume_token_ids=had, sampling=WITH_LOGPROBS)
+                await begin(first, again, num_tokens=12)
+                if is_over:
+                    await first.read_until_ended(handle)
+                else:
+                    await first.send(detaches=[engine_pb2.Detach(handle=handle)])
+                returned = resumable(handle, name, max_tokens, sampling=WITH_LOGPROBS)
+                await expect_all(second, returned, max_tokens)
+
+    run(test())
+
+
 def test_a_refused_request_is_not_kept(tmp_path: Path) -> None:
     """Whoever comes back later may find room."""
 

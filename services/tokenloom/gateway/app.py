@@ -17,6 +17,7 @@ from tokenloom.common.auth import ApiKeys, bearer_of
 from tokenloom.common.errors import NotFound, TokenloomError, Unavailable
 from tokenloom.common.metrics import REGISTRY, fetch_metrics
 from tokenloom.common.telemetry import context_of, inject
+from tokenloom.gateway import metrics
 from tokenloom.gateway.answers import AnswerHead, StreamAnswer, WholeAnswer
 from tokenloom.gateway.config import GatewayConfig
 from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start, options_of
@@ -124,6 +125,7 @@ def _told_before(body: GenerationBody, request: Request, form: Format, num_choic
             message = f"resumable: must be true with the header {LAST_EVENT_ID}, as in the first request"
             raise HttpError(400, message, param="resumable", code="invalid_value")
         info_of(request.scope).hex_id = told.hex_id
+        metrics.RETURNS.inc()
     return told
 
 

@@ -58,6 +58,9 @@ SESSIONS = Gauge(
     ["address"],
     registry=REGISTRY,
 )
+RETURNS = Counter(
+    "tokenloom_gateway_returns_total", "Resumable streams that clients asked for the rest of.", registry=REGISTRY
+)
 RESUBMISSIONS = Counter(
     "tokenloom_gateway_resubmissions_total", "Requests sent again after their session was lost.", registry=REGISTRY
 )

@@ -157,6 +157,9 @@ class Engine:
         """
         request = stream.request
         known = self.registry.streams.get(request.request_id)
+        if known is not None and _is_same(known.request, request) and not self._returns.can_be_read_by(known, request):
+            self._end(request.request_id, FinishReason.ABORTED)  # and begins anew, so that nothing is missing
+            known = None
         if known is not None and _is_same(known.request, request):
             self.registry.attach(session, stream.handle, request.request_id, len(request.output_token_ids))
             end_request_span(stream)

@@ -33,6 +33,7 @@ class FinishedRequest:
         output_token_ids: all that it generated, also what came behind a stop string.
         told: rows with logprobs, if they were asked for.
         told_prompt: runs of prompt logprobs, likewise.
+        num_without_logprobs: tokens at the begin whose logprobs were asked for and are lost.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class FinishedRequest:
     output_token_ids: array[int]
     told: Sequence[TokenRow]
     told_prompt: Sequence[PromptLogprobs]
+    num_without_logprobs: int
     num_cached_tokens: int
     reason: FinishReason
     error: TokenloomError | None
@@ -60,9 +62,10 @@ class FinishedRequest:
         return _ENTRY_BYTES + sum(map(len, texts)) + len(self.settings) + num_ids * _ID_BYTES + rows
 
     def is_same(self, request: Request, settings: bytes) -> bool:
-        """`request` is this one submitted again, with the ids that its reader has."""
+        """`request` is this one submitted again, with the ids that its reader has; all that it lacks is here."""
         return (
-            (self.tenant, self.cache_salt, self.settings) == (request.tenant, request.cache_salt, settings)
+            len(request.output_token_ids) >= self.num_without_logprobs
+            and (self.tenant, self.cache_salt, self.settings) == (request.tenant, request.cache_salt, settings)
             and self.prompt_token_ids == array("I", request.prompt_token_ids)
             and self.output_token_ids[: len(request.output_token_ids)] == array("I", request.output_token_ids)
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tokenloom.common.errors import TokenloomError
 from tokenloom.scheduler import convert
-from tokenloom.scheduler.core.request import FinishReason
+from tokenloom.scheduler.core.request import FinishReason, Request
 from tokenloom.scheduler.finished_store import FinishedRequest, FinishedStore
 from tokenloom.scheduler.frames import FinishedRow
 from tokenloom.scheduler.sessions import OUTBOX_BYTES, Stream, TokenizerSession
@@ -58,12 +58,18 @@ class Returns:
             array("I", request.output_token_ids),
             tuple(stream.told),
             tuple(stream.told_prompt),
+            stream.num_without_logprobs,
             request.num_cached_tokens or 0,
             reason,
             error,
         )
         self._finished.keep(finished, time.monotonic())
         self._arm_timer()
+
+    @staticmethod
+    def can_be_read_by(stream: Stream, request: Request) -> bool:
+        """Nothing that the reader of `request` lacks of a living stream is lost."""
+        return not stream.is_resumable or len(request.output_token_ids) >= stream.num_without_logprobs
 
     def answer(self, session: TokenizerSession, stream: Stream) -> bool:
         """Tell the reader of a new stream what is kept of its request; False if nothing is."""

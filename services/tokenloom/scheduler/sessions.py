@@ -56,6 +56,11 @@ class Stream:
     def __post_init__(self) -> None:
         self.num_resumed_tokens = len(self.request.output_token_ids)
 
+    @property
+    def num_without_logprobs(self) -> int:
+        """Tokens at the begin whose logprobs were asked for and went with an earlier engine."""
+        return self.num_resumed_tokens if self.request.payload.sampling.HasField("num_logprobs") else 0
+
     def rows_since(self, token_index: int) -> list[TokenRow]:
         """What a new reader lacks, which has the tokens before `token_index`."""
         return rows_since(self.told, self.request.output_token_ids, token_index)

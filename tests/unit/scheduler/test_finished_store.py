@@ -28,6 +28,7 @@ def finished(name: str, num_tokens: int = 100, **changes: Any) -> FinishedReques
         "output_token_ids": array("I", range(num_tokens)),
         "told": (),
         "told_prompt": (),
+        "num_without_logprobs": 0,
         "num_cached_tokens": 0,
         "reason": FinishReason.LENGTH,
         "error": None,
@@ -111,6 +112,12 @@ def test_requests_and_groups_that_were_aborted_are_forgotten() -> None:
 def test_only_the_same_request_is_answered(changes: dict[str, Any], settings: bytes, is_same: bool) -> None:
     fields: dict[str, Any] = {"prompt_token_ids": [5, 6], "max_output_tokens": 9}
     assert finished("a").is_same(Request("a", **{**fields, **changes}), settings) == is_same
+
+
+def test_one_whose_first_logprobs_are_lost_is_for_readers_that_have_these_tokens() -> None:
+    for num_known, is_same in ((9, False), (10, True), (11, True)):
+        request = Request("a", [5, 6], 100, output_token_ids=list(range(num_known)))
+        assert finished("a", num_without_logprobs=10).is_same(request, b"settings") == is_same
 
 
 def test_sizes_are_those_in_memory() -> None:

@@ -13,6 +13,10 @@ choices that had ended as finished_choices. Deltas then go on behind those ids. 
 a function of the ids up to its end, so nothing is told twice; only the text of a delta of 0 tokens that no
 ChoiceFinished followed is told again, and has to be dropped.
 
+A client that may lose its own connection asks for options.resumable: when its call ends early, the request goes on
+without it for a while (scheduler's resumable_s, 60 s), and what it generated is kept as long after its end. The client
+comes back, to any tokenizer, with the same request, the id and seed that Accepted told, and num_skipped_tokens.
+
 Credentials of direct clients: metadata `authorization: Bearer KEY`.
 """
 
@@ -248,7 +252,7 @@ class GenerationOptions(_message.Message):
 
     @_builtins.property
     def num_cached_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """With resume_token_ids: what Delta.num_cached_tokens told, by choice index. Only for the usage."""
+        """With resume_token_ids or num_skipped_tokens: what Delta.num_cached_tokens told, by choice index. Only for the usage."""
 
     @_builtins.property
     def num_skipped_tokens(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
