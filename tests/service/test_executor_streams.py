@@ -73,6 +73,33 @@ def test_plans_of_no_epoch_or_an_old_one_end_the_stream_with_failed_precondition
     with_executor(test)
 
 
+def test_a_scheduler_that_was_replaced_gets_the_executor_back_only_when_the_other_one_is_gone(
+    with_executor: Callable[[Test], None],
+) -> None:
+    async def test(client: Client) -> None:
+        await client.initialize()
+        had = client.epoch
+        await client.initialize()
+        stream = client.stream()
+        await ask(stream, client.plan(1, [(1, 3, 0, [1])], new_rows=[new_row(1, [5, 6, 7])]))
+        again = executor_pb2.InitializeRequest(num_blocks=50, last_epoch=had)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await client.stub.Initialize(again, timeout=LIMIT_S)
+        assert from_rpc_error(failure.value).reason == "EXECUTOR_IN_USE"
+        response = await ask(stream, client.plan(2, [(1, 1, 3, [])]))
+        assert len(response.sampled_token_ids) == 1, "the other one is not disturbed"
+        stream.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                try:
+                    await client.stub.Initialize(again, timeout=LIMIT_S)
+                    return
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)  # the end of the stream is on its way
+
+    with_executor(test)
+
+
 def test_initialize_voids_open_streams_and_rows(with_executor: Callable[[Test], None]) -> None:
     async def test(client: Client) -> None:
         await client.initialize()

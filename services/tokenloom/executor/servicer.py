@@ -90,6 +90,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         most = loaded.capabilities.max_num_blocks
         if not 2 <= request.num_blocks <= most:
             raise InvalidArgument(f"{request.num_blocks} blocks; from 2 to {most} fit", field="num_blocks")
+        if request.HasField("last_epoch"):
+            self._epochs.check_not_replaced(request.last_epoch.boot_id, request.last_epoch.counter)
         if isinstance(stream := self._epochs.owner, PlanStream):
             stream.void()
         self._spans.end_all()
@@ -109,6 +111,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         parts = StreamParts(loaded.runner, self._worker, self._epochs, self._spans, defaults, lambda: self._is_draining)
         stream = PlanStream(parts)
         self._streams.add(stream)
+        self._epochs.join(stream)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             async for response in stream.responses():

@@ -304,7 +304,7 @@ class Engine:
         """Plans in flight are void; requests wait for another executor, `executor_wait_s` at most.
 
         Args:
-            is_crash: False if it stopped as it had said.
+            is_crash: False if it stopped as it had said, or another scheduler took it over.
         """
         self._has_executor_crashed = is_crash
         self.is_executor_up = False

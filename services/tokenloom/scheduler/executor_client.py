@@ -4,7 +4,8 @@ A lost executor is looked for again, with backoff, for ever; each new connection
 one can do no harm. One whose connection stands while it hangs is lost as well (stall.py).
 
 An executor that is about to stop says so. It still gets plans, until the engine leaves it or it ends the stream; it
-refuses a new epoch, so the next one that can be had is another process.
+refuses a new epoch, so the next one that can be had is another process. One that another scheduler has taken over is
+left to that one, and asked for again until it is free.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _CALL_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _UNEXPECTED = "unexpected error"
+_REPLACED = "STALE_EPOCH"  # another scheduler began an epoch: nothing speaks against the requests
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class ExecutorClient:
         backoff_s = _FIRST_BACKOFF_S
         while True:
             channel: Any = make_channel(self._address)
-            is_up = has_said_so = False
+            is_up = is_no_crash = False
             try:
                 stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
                 capabilities = await self._begin_epoch(stub)
@@ -130,10 +132,11 @@ class ExecutorClient:
                 is_up = self._was_up = True
                 backoff_s, self._last_problem = _FIRST_BACKOFF_S, ""
                 await self._exchange(call, events)
-                has_said_so = self._is_draining
-                self._report("the executor ended the stream", is_expected=has_said_so)
+                is_no_crash = self._is_draining
+                self._report("the executor ended the stream", is_expected=is_no_crash)
             except grpc.aio.AioRpcError as error:
-                problem, has_said_so = from_rpc_error(error), is_up and self._is_draining
+                problem = from_rpc_error(error)
+                is_no_crash = is_up and (self._is_draining or problem.reason == _REPLACED)
                 self._report(str(problem), is_expected=isinstance(problem, Unavailable | DeadlineExceeded))
             except TokenloomError as error:
                 self._report(str(error), is_expected=isinstance(error, Unavailable) and not is_up)
@@ -143,9 +146,9 @@ class ExecutorClient:
             finally:
                 await channel.close()
             if is_up:
-                if self._recorder is not None and not has_said_so:
+                if self._recorder is not None and not is_no_crash:
                     self._recorder.save("executor-lost" if self._last_problem != _UNEXPECTED else "error")
-                events.on_executor_lost(self._last_problem, is_crash=not has_said_so)
+                events.on_executor_lost(self._last_problem, is_crash=not is_no_crash)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -159,6 +162,8 @@ class ExecutorClient:
         request = executor_pb2.InitializeRequest(
             num_blocks=self._num_blocks(capabilities), heartbeat_ms=round(self._limits.heartbeat_s * 1000)
         )
+        if self._epoch.boot_id:
+            request.last_epoch.CopyFrom(self._epoch)
         self._epoch = (await stub.Initialize(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_S)).epoch
         self._outgoing = asyncio.Queue()
         self._is_draining = False

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tokenloom.api.v1 import common_pb2 as tokenloom_dot_api_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftokenloom/api/v1/executor.proto\x12\x10tokenloom.api.v1\x1a\x1dtokenloom/api/v1/common.proto\"\x18\n\x16GetCapabilitiesRequest\"\xce\x03\n\x17GetCapabilitiesResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0emax_num_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x1b\n\x13max_plans_in_flight\x18\x0c \x01(\r\x12\x18\n\x10max_num_logprobs\x18\r \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0e \x01(\x08\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x10 \x01(\x0b\x32 .tokenloom.api.v1.SamplingParams\x12\x13\n\x0b\x64\x65scription\x18\x11 \x01(\t\"=\n\x11InitializeRequest\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"<\n\x12InitializeResponse\x12&\n\x05\x65poch\x18\x01 \x01(\x0b\x32\x17.tokenloom.api.v1.Epoch\")\n\x05\x45poch\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\r\"\x9d\x03\n\x0e\x45xecuteRequest\x12&\n\x05\x65poch\x18\x01 \x01(\x0b\x32\x17.tokenloom.api.v1.Epoch\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x18\n\x10\x66inished_row_ids\x18\x03 \x03(\x04\x12*\n\x08new_rows\x18\x04 \x03(\x0b\x32\x18.tokenloom.api.v1.NewRow\x12\x0f\n\x07row_ids\x18\x05 \x03(\x04\x12\x1c\n\x14num_scheduled_tokens\x18\x06 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x03(\r\x12\x12\n\nfeeds_back\x18\x08 \x03(\x08\x12\x16\n\x0enum_new_blocks\x18\t \x03(\r\x12\x15\n\rnew_block_ids\x18\n \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x0b \x03(\r\x12\x34\n\x08grammars\x18\x0c \x03(\x0b\x32\".tokenloom.api.v1.GrammarToPrepare\x12-\n\x05trace\x18\r \x01(\x0b\x32\x1e.tokenloom.api.v1.TraceContext\"\x8b\x02\n\x06NewRow\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x04 \x03(\r\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .tokenloom.api.v1.SamplingParams\x12.\n\x04stop\x18\x06 \x01(\x0b\x32 .tokenloom.api.v1.StopConditions\x12\x13\n\x0bgrammar_key\x18\x07 \x01(\t\x12-\n\x05trace\x18\x08 \x01(\x0b\x32\x1e.tokenloom.api.v1.TraceContext\"K\n\x10GrammarToPrepare\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x07grammar\x18\x02 \x01(\x0b\x32\x19.tokenloom.api.v1.Grammar\"\xc7\x03\n\x0f\x45xecuteResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07row_ids\x18\x02 \x03(\x04\x12\x13\n\x0bnum_sampled\x18\x03 \x03(\r\x12\x19\n\x11sampled_token_ids\x18\x04 \x03(\r\x12\x1e\n\x16num_logprobs_per_token\x18\x05 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12<\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32#.tokenloom.api.v1.RowPromptLogprobs\x12.\n\nrow_errors\x18\t \x03(\x0b\x32\x1a.tokenloom.api.v1.RowError\x12+\n\nstep_error\x18\n \x01(\x0b\x32\x17.tokenloom.api.v1.Error\x12\x1a\n\x12ready_grammar_keys\x18\x0b \x03(\t\x12.\n\x07timings\x18\x0c \x01(\x0b\x32\x1d.tokenloom.api.v1.StepTimings\x12.\n\theartbeat\x18\r \x01(\x0b\x32\x1b.tokenloom.api.v1.Heartbeat\"/\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"w\n\x11RowPromptLogprobs\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\rnum_per_token\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\"B\n\x08RowError\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.tokenloom.api.v1.Error\"[\n\x0bStepTimings\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x12\n\nprepare_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x11\n\tsample_us\x18\x04 \x01(\r2\xa6\x02\n\x0f\x45xecutorService\x12\x66\n\x0fGetCapabilities\x12(.tokenloom.api.v1.GetCapabilitiesRequest\x1a).tokenloom.api.v1.GetCapabilitiesResponse\x12W\n\nInitialize\x12#.tokenloom.api.v1.InitializeRequest\x1a$.tokenloom.api.v1.InitializeResponse\x12R\n\x07\x45xecute\x12 .tokenloom.api.v1.ExecuteRequest\x1a!.tokenloom.api.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftokenloom/api/v1/executor.proto\x12\x10tokenloom.api.v1\x1a\x1dtokenloom/api/v1/common.proto\"\x18\n\x16GetCapabilitiesRequest\"\xce\x03\n\x17GetCapabilitiesResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0emax_num_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x1b\n\x13max_plans_in_flight\x18\x0c \x01(\r\x12\x18\n\x10max_num_logprobs\x18\r \x01(\r\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0e \x01(\x08\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x10 \x01(\x0b\x32 .tokenloom.api.v1.SamplingParams\x12\x13\n\x0b\x64\x65scription\x18\x11 \x01(\t\"j\n\x11InitializeRequest\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\x12+\n\nlast_epoch\x18\x03 \x01(\x0b\x32\x17.tokenloom.api.v1.Epoch\"<\n\x12InitializeResponse\x12&\n\x05\x65poch\x18\x01 \x01(\x0b\x32\x17.tokenloom.api.v1.Epoch\")\n\x05\x45poch\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\r\"\x9d\x03\n\x0e\x45xecuteRequest\x12&\n\x05\x65poch\x18\x01 \x01(\x0b\x32\x17.tokenloom.api.v1.Epoch\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x18\n\x10\x66inished_row_ids\x18\x03 \x03(\x04\x12*\n\x08new_rows\x18\x04 \x03(\x0b\x32\x18.tokenloom.api.v1.NewRow\x12\x0f\n\x07row_ids\x18\x05 \x03(\x04\x12\x1c\n\x14num_scheduled_tokens\x18\x06 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x03(\r\x12\x12\n\nfeeds_back\x18\x08 \x03(\x08\x12\x16\n\x0enum_new_blocks\x18\t \x03(\r\x12\x15\n\rnew_block_ids\x18\n \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x0b \x03(\r\x12\x34\n\x08grammars\x18\x0c \x03(\x0b\x32\".tokenloom.api.v1.GrammarToPrepare\x12-\n\x05trace\x18\r \x01(\x0b\x32\x1e.tokenloom.api.v1.TraceContext\"\x8b\x02\n\x06NewRow\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x04 \x03(\r\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .tokenloom.api.v1.SamplingParams\x12.\n\x04stop\x18\x06 \x01(\x0b\x32 .tokenloom.api.v1.StopConditions\x12\x13\n\x0bgrammar_key\x18\x07 \x01(\t\x12-\n\x05trace\x18\x08 \x01(\x0b\x32\x1e.tokenloom.api.v1.TraceContext\"K\n\x10GrammarToPrepare\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x07grammar\x18\x02 \x01(\x0b\x32\x19.tokenloom.api.v1.Grammar\"\xc7\x03\n\x0f\x45xecuteResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07row_ids\x18\x02 \x03(\x04\x12\x13\n\x0bnum_sampled\x18\x03 \x03(\r\x12\x19\n\x11sampled_token_ids\x18\x04 \x03(\r\x12\x1e\n\x16num_logprobs_per_token\x18\x05 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12<\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32#.tokenloom.api.v1.RowPromptLogprobs\x12.\n\nrow_errors\x18\t \x03(\x0b\x32\x1a.tokenloom.api.v1.RowError\x12+\n\nstep_error\x18\n \x01(\x0b\x32\x17.tokenloom.api.v1.Error\x12\x1a\n\x12ready_grammar_keys\x18\x0b \x03(\t\x12.\n\x07timings\x18\x0c \x01(\x0b\x32\x1d.tokenloom.api.v1.StepTimings\x12.\n\theartbeat\x18\r \x01(\x0b\x32\x1b.tokenloom.api.v1.Heartbeat\"/\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"w\n\x11RowPromptLogprobs\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\rnum_per_token\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\"B\n\x08RowError\x12\x0e\n\x06row_id\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.tokenloom.api.v1.Error\"[\n\x0bStepTimings\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x12\n\nprepare_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x11\n\tsample_us\x18\x04 \x01(\r2\xa6\x02\n\x0f\x45xecutorService\x12\x66\n\x0fGetCapabilities\x12(.tokenloom.api.v1.GetCapabilitiesRequest\x1a).tokenloom.api.v1.GetCapabilitiesResponse\x12W\n\nInitialize\x12#.tokenloom.api.v1.InitializeRequest\x1a$.tokenloom.api.v1.InitializeResponse\x12R\n\x07\x45xecute\x12 .tokenloom.api.v1.ExecuteRequest\x1a!.tokenloom.api.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCAPABILITIESRESPONSE']._serialized_start=111
   _globals['_GETCAPABILITIESRESPONSE']._serialized_end=573
   _globals['_INITIALIZEREQUEST']._serialized_start=575
-  _globals['_INITIALIZEREQUEST']._serialized_end=636
-  _globals['_INITIALIZERESPONSE']._serialized_start=638
-  _globals['_INITIALIZERESPONSE']._serialized_end=698
-  _globals['_EPOCH']._serialized_start=700
-  _globals['_EPOCH']._serialized_end=741
-  _globals['_EXECUTEREQUEST']._serialized_start=744
-  _globals['_EXECUTEREQUEST']._serialized_end=1157
-  _globals['_NEWROW']._serialized_start=1160
-  _globals['_NEWROW']._serialized_end=1427
-  _globals['_GRAMMARTOPREPARE']._serialized_start=1429
-  _globals['_GRAMMARTOPREPARE']._serialized_end=1504
-  _globals['_EXECUTERESPONSE']._serialized_start=1507
-  _globals['_EXECUTERESPONSE']._serialized_end=1962
-  _globals['_HEARTBEAT']._serialized_start=1964
-  _globals['_HEARTBEAT']._serialized_end=2011
-  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2013
-  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2132
-  _globals['_ROWERROR']._serialized_start=2134
-  _globals['_ROWERROR']._serialized_end=2200
-  _globals['_STEPTIMINGS']._serialized_start=2202
-  _globals['_STEPTIMINGS']._serialized_end=2293
-  _globals['_EXECUTORSERVICE']._serialized_start=2296
-  _globals['_EXECUTORSERVICE']._serialized_end=2590
+  _globals['_INITIALIZEREQUEST']._serialized_end=681
+  _globals['_INITIALIZERESPONSE']._serialized_start=683
+  _globals['_INITIALIZERESPONSE']._serialized_end=743
+  _globals['_EPOCH']._serialized_start=745
+  _globals['_EPOCH']._serialized_end=786
+  _globals['_EXECUTEREQUEST']._serialized_start=789
+  _globals['_EXECUTEREQUEST']._serialized_end=1202
+  _globals['_NEWROW']._serialized_start=1205
+  _globals['_NEWROW']._serialized_end=1472
+  _globals['_GRAMMARTOPREPARE']._serialized_start=1474
+  _globals['_GRAMMARTOPREPARE']._serialized_end=1549
+  _globals['_EXECUTERESPONSE']._serialized_start=1552
+  _globals['_EXECUTERESPONSE']._serialized_end=2007
+  _globals['_HEARTBEAT']._serialized_start=2009
+  _globals['_HEARTBEAT']._serialized_end=2056
+  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2058
+  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2177
+  _globals['_ROWERROR']._serialized_start=2179
+  _globals['_ROWERROR']._serialized_end=2245
+  _globals['_STEPTIMINGS']._serialized_start=2247
+  _globals['_STEPTIMINGS']._serialized_end=2338
+  _globals['_EXECUTORSERVICE']._serialized_start=2341
+  _globals['_EXECUTORSERVICE']._serialized_end=2635
 # @@protoc_insertion_point(module_scope)

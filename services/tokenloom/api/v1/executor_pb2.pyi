@@ -136,21 +136,29 @@ class InitializeRequest(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Blocks to lay out, the null block 0 included; at most max_num_blocks."""
     heartbeat_ms: _builtins.int
     """How often the scheduler wants to hear of the executor on the epoch's stream, in milliseconds: when no result came for
     so long, a heartbeat does. 0: results alone.
     """
+    @_builtins.property
+    def last_epoch(self) -> Global___Epoch:
+        """The last epoch that this scheduler had; unset if it had none. If the executor is in a later epoch of the same boot and
+        another scheduler uses it, this one was replaced: the call is refused with FAILED_PRECONDITION, EXECUTOR_IN_USE.
+        """
+
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
         heartbeat_ms: _builtins.int = ...,
+        last_epoch: Global___Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_epoch", b"last_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "last_epoch", b"last_epoch", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -376,7 +376,7 @@ class Scheduler:
         Args:
             num_blocks: blocks of the new executor; what no longer fits into them ends with an error.
             config: the limits that hold with it; None: the old ones.
-            is_crash: False if the old one stopped as it had said, so that nobody is to blame.
+            is_crash: False if the old one is lost for a reason that no request can be blamed for.
         """
         state = self._state
         in_flight = [row for plan in self.plans_in_flight for row in plan.rows]
