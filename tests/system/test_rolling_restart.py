@@ -126,7 +126,8 @@ async def restart(cluster: Cluster, stage: str) -> None:
 
 def test_every_stage_in_turn_is_restarted_under_load_and_no_request_fails() -> None:
     async def scenario() -> None:
-        async with Cluster(num_tokenizers=2, num_gateways=2) as cluster:
+        settings = {"executor": {"kv_cache_bytes": "16MiB"}}
+        async with Cluster(num_tokenizers=2, num_gateways=2, settings=settings) as cluster:
             load = Load([cluster.async_client(number) for number in range(2)])
             load.expected = [await load.answer_to(*request) for request in REQUESTS]
             asking = [asyncio.create_task(load.keep_asking(number)) for number in range(NUM_CLIENTS)]

@@ -116,7 +116,7 @@ async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
             os._exit(0)  # a thread that loads a model cannot be interrupted, and there is nothing to save
         freeze_heap()
         await told_to_stop.wait()
-        log.info("draining, at most %.0f s", process.grace_s)
+        log.info("draining, at most %g s", process.grace_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stage.drain(process.grace_s), process.grace_s + _STOP_LIMIT_S)
     finally:
