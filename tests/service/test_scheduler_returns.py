@@ -130,6 +130,17 @@ def test_each_absence_has_its_whole_time(tmp_path: Path) -> None:
     run(test())
 
 
+def test_who_is_back_stays_as_long_as_it_takes(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor(step_s=0.005)
+        async with scheduler_on(tmp_path, executor, resumable_s=0.4), session(tmp_path) as tokenizer:
+            await begin(tokenizer, resumable(1, max_tokens=200), num_tokens=1)
+            await tokenizer.send(detaches=[engine_pb2.Detach(handle=1)])
+            await expect_all(tokenizer, resumable(2, max_tokens=200), num_tokens=200)  # takes a second
+
+    run(test())
+
+
 @pytest.mark.parametrize("sampling", [None, WITH_LOGPROBS])
 def test_one_that_has_ended_is_told_again_and_nothing_is_computed(
     tmp_path: Path, sampling: common_pb2.SamplingParams | None

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tokenloom.api.v1 import common_pb2, inference_pb2
 from tokenloom.common.errors import NotFound, Unavailable, to_proto
 from tokenloom.gateway.convert import CallContext, Start, chat_start, completion_start, deliver, resumed
@@ -179,16 +181,17 @@ def test_others_run_while_a_large_frame_is_dealt_and_nothing_of_it_is_lost() -> 
         assert (len(update.choices[0].logprobs), len(update.choices[0].logprobs[255].top)) == (256, 20)
 
 
-def test_a_row_and_its_small_details_come_in_one_turn() -> None:
+@pytest.mark.parametrize(("num_rows", "num_tokens", "num_top"), [(400, 1, 5), (12, 170, 2), (12, 400, 0)])
+def test_a_row_and_its_small_details_come_in_one_turn(num_rows: int, num_tokens: int, num_top: int) -> None:
     frame = inference_pb2.SessionResponse()
-    for number in range(400):
+    for number in range(num_rows):
         frame.outputs.handles.append(1)
         frame.outputs.choice_indexes.append(0)
-        frame.outputs.first_token_indexes.append(number)
-        frame.outputs.num_tokens.append(1)
-        frame.outputs.texts.append("x")
-        delta = logprobs_delta(1, 5)
-        delta.first_token_index = number
+        frame.outputs.first_token_indexes.append(number * num_tokens)
+        frame.outputs.num_tokens.append(num_tokens)
+        frame.outputs.texts.append("x" * num_tokens)
+        delta = logprobs_delta(num_tokens, num_top)
+        delta.first_token_index = number * num_tokens
         frame.outputs.extras.add(handle=1, delta=delta)
     generation = Generation("r", 1 << 30)
     taken: list[Update] = []
@@ -207,7 +210,7 @@ def test_a_row_and_its_small_details_come_in_one_turn() -> None:
     asyncio.run(run())
     assert len(taken) > 1
     assert all(len(update.choices[0].text) == len(update.choices[0].logprobs) for update in taken)
-    assert sum(len(update.choices[0].text) for update in taken) == 400
+    assert sum(len(update.choices[0].text) for update in taken) == num_rows * num_tokens
 
 
 def progress_of(*choices: list[int], prompts: tuple[list[int], ...] = ()) -> Progress:

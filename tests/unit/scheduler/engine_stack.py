@@ -96,7 +96,9 @@ class EngineStack:
         )
         now = time.monotonic()
         request = convert.request_of(submit, _CAPABILITIES, now)
-        stream = Stream(request, self.session, handle, submit.group_id, now, INVALID_SPAN)
+        stream = Stream(
+            request, self.session, handle, submit.group_id, now, INVALID_SPAN, is_resumable=submit.resumable
+        )
         self.engine.submit(self.session, stream, is_resubmission=submit.HasField("age_ms"))
         return request
 

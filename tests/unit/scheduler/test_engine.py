@@ -58,12 +58,13 @@ def test_a_displaced_request_is_refused_once_and_never_heard_of_again() -> None:
     async def test() -> None:
         stack = EngineStack(max_num_seqs=1, max_num_waiting=2)
         for handle in (1, 2, 3, 4):
-            stack.submit(handle, [handle], tenant="flood")
+            stack.submit(handle, [handle], tenant="flood", resumable=True)
             if handle == 1:
                 await stack.step()
         stack.submit(5, [5], tenant="light")
         await stack.step_until_idle()
         frame = await stack.hear()
+        assert REGISTRY.get_sample_value("tokenloom_num_finished_requests_kept") == 2, "those of the flood that ran"
         assert {handle: error.reason for handle, error in frame.rejected} == {4: "QUEUE_FULL", 3: "QUEUE_FULL"}
         errors = dict(frame.rejected)
         assert "most is 2" in errors[4].message, "this one found no place"
