@@ -17,7 +17,7 @@ from tests.service.gateway_stack import GatewayStack, running_gateway
 from tests.service.test_gateway_recovery import BODY, CHAT, in_thread, post
 from tests.service.tokenizer_stack import Answer, Gateway, chat_request, run, tokenizer_on, until
 from tokenloom.api.v1 import engine_pb2
-from tokenloom.common.errors import Unavailable
+from tokenloom.common.errors import Cancelled, Unavailable
 
 STALL_S = 0.5
 HEARTBEAT_S = 0.1
@@ -216,6 +216,26 @@ def test_requests_leave_an_engine_without_executor_for_one_that_has_its_own(stac
     thread.join(10)
     assert joined(answers[0].text) == undisturbed
     stack.wait_for(lambda: len(stack.tokenizers[busy].cancelled) == 1)
+
+
+@pytest.mark.parametrize("may_return", [False, True])
+def test_a_request_that_a_tokenizer_took_over_which_was_stopped_goes_on(stack: GatewayStack, may_return: bool) -> None:
+    """A stale Submit of it reached the engine; unless its client may be back elsewhere, and have taken it over."""
+    taken = Cancelled("another session took the request over", reason="SUPERSEDED")
+    for tokenizer in stack.tokenizers:
+        tokenizer.failure = taken
+        stack.do(tokenizer.may_step.clear)
+    thread, answers = in_thread(stack, {**BODY, "stream": True, "resumable": may_return})
+    busy = busy_one(stack)
+    stack.tokenizers[1 - busy].failure = None
+    stack.run(stack.tokenizers[busy].set_serving(False))
+    for tokenizer in stack.tokenizers:
+        stack.do(tokenizer.may_step.set)
+    thread.join(10)
+    if may_return:
+        assert '"code":"superseded"' in answers[0].text
+    else:
+        assert joined(answers[0].text)["is_done"]
 
 
 def test_what_a_tokenizer_without_an_engine_gives_up_goes_on_elsewhere_or_fails(stack: GatewayStack) -> None:

@@ -209,14 +209,14 @@ def num_choices_of(start: Start) -> int:
 async def deliver(
     frame: inference_pb2.SessionResponse,
     find: Callable[[int], Generation | None],
-    is_given_back: Callable[[str], bool],
+    is_given_back: Callable[[inference_pb2.SessionFailed], bool],
 ) -> tuple[list[int], list[int]]:
     """Deal a frame's parts to their generations, in field order. Within a large frame others get to run.
 
     Args:
         frame: what one or more engine steps brought.
         find: the generation of a handle; None if it is gone (cancelled while the frame was under way).
-        is_given_back: a request that failed for this reason did not end; another tokenizer can do it.
+        is_given_back: this failure does not end the request: it goes on, perhaps elsewhere.
 
     Returns: handles of requests that ended, and of those that were given back.
     """
@@ -237,7 +237,7 @@ async def deliver(
         if generation := find(completed.handle):
             generation.complete(_usage(completed.usage))
     for failed in frame.failed:
-        if is_given_back(failed.error.reason):
+        if is_given_back(failed):
             given_back.append(failed.handle)
             continue
         ended.append(failed.handle)

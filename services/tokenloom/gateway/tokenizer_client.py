@@ -44,6 +44,7 @@ _MAX_U32 = 2**32 - 1
 # Reasons of a tokenizer that takes no requests, or keeps none, because it is about to stop; and of one whose engine is
 # gone, or has no executor.
 _STOPS = frozenset({"DRAINING"})
+_TAKEN_OVER = frozenset({"SUPERSEDED", "TAKEN_OVER"})
 _LOST_ENGINE = frozenset({"EXECUTOR_LOST", "ENGINE_UNAVAILABLE"})
 
 
@@ -337,8 +338,15 @@ class TokenizerClient:
             self._leave(call.start.handle)
         self._on_lost(calls, False)
 
-    def _is_given_back(self, reason: str) -> bool:
-        """A request that failed for this reason can be done elsewhere."""
+    def _is_given_back(self, failed: inference_pb2.SessionFailed) -> bool:
+        """A request that failed so can go on: elsewhere, or here again.
+
+        A tokenizer that was stopped, and goes on, may submit what went on elsewhere meanwhile, before it learns that
+        its session is over. The engine lets it take the request over, and here it looks superseded.
+        """
+        reason, generation = failed.error.reason, self._generations.get(failed.handle)
+        if reason in _TAKEN_OVER:
+            return generation is not None and not generation.may_return  # else its client is back elsewhere
         return reason in _STOPS or (reason in _LOST_ENGINE and self.has_other())
 
     @staticmethod

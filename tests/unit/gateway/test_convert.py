@@ -132,7 +132,7 @@ def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
     generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
 
     async def updates() -> list[Update]:
-        assert await deliver(frame, generations.get, {"DRAINING"}.__contains__) == ([1, 2, 9], [])
+        assert await deliver(frame, generations.get, is_draining) == ([1, 2, 9], [])
         return [await generation.next_update() for generation in generations.values()]
 
     one, two = asyncio.run(updates())
@@ -141,6 +141,10 @@ def test_a_frame_is_dealt_to_the_generations_it_names() -> None:
     assert one.usage is not None
     assert (two.choices[0].text, two.choices[0].token_ids) == ("b", [5])
     assert isinstance(two.error, NotFound)
+
+
+def is_draining(failed: inference_pb2.SessionFailed) -> bool:
+    return failed.error.reason == "DRAINING"
 
 
 def logprobs_delta(num_positions: int, num_top: int) -> inference_pb2.Delta:
@@ -170,7 +174,7 @@ def test_others_run_while_a_large_frame_is_dealt_and_nothing_of_it_is_lost() -> 
 
     async def run() -> list[Update]:
         watcher = asyncio.create_task(watch())
-        await deliver(frame, generations.get, {"DRAINING"}.__contains__)
+        await deliver(frame, generations.get, is_draining)
         watcher.cancel()
         return [await generation.next_update() for generation in generations.values()]
 
@@ -203,7 +207,7 @@ def test_a_row_and_its_small_details_come_in_one_turn(num_rows: int, num_tokens:
     async def run() -> None:
         reader = asyncio.create_task(read())
         await asyncio.sleep(0)
-        await deliver(frame, {1: generation}.get, {"DRAINING"}.__contains__)
+        await deliver(frame, {1: generation}.get, is_draining)
         await asyncio.sleep(0)
         reader.cancel()
 
@@ -290,5 +294,5 @@ def test_a_tokenizer_that_stops_gives_requests_back_instead_of_ending_them() -> 
     frame.failed.add(handle=1, error=to_proto(Unavailable("it stops", reason="DRAINING")))
     frame.failed.add(handle=2, error=to_proto(Unavailable("no engine", reason="ENGINE_UNAVAILABLE")))
     generations = {1: Generation("one", 1000), 2: Generation("two", 1000)}
-    assert asyncio.run(deliver(frame, generations.get, {"DRAINING"}.__contains__)) == ([2], [1])
+    assert asyncio.run(deliver(frame, generations.get, is_draining)) == ([2], [1])
     assert [generation.is_over for generation in generations.values()] == [False, True]
