@@ -162,6 +162,22 @@ def test_one_that_has_ended_is_told_again_and_nothing_is_computed(
     run(test())
 
 
+def test_prompt_logprobs_are_told_again_to_who_asks_for_them_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        executor = FakeExecutor()
+        sampling = common_pb2.SamplingParams(num_prompt_logprobs=1)
+        async with scheduler_on(tmp_path, executor), session(tmp_path) as tokenizer:
+            for handle in (1, 2, 3):
+                asked = sampling if handle < 3 else common_pb2.SamplingParams()
+                await expect_all(tokenizer, resumable(handle, sampling=asked, max_tokens=4), num_tokens=4)
+            runs = [run for frame in tokenizer.frames for run in frame.prompt_logprobs]
+            assert [run.handle for run in runs] == [1, 2]
+            assert list(runs[0].token_ids) == list(runs[1].token_ids)
+            assert list(runs[0].logprobs) == list(runs[1].logprobs)
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     "changes",
     [

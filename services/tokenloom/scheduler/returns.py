@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from tokenloom.common.errors import TokenloomError
+from tokenloom.common.errors import TokenloomError, Unavailable
 from tokenloom.scheduler import convert
 from tokenloom.scheduler.core.request import FinishReason, Request
 from tokenloom.scheduler.finished_store import FinishedRequest, FinishedStore
@@ -45,8 +45,8 @@ class Returns:
     def note_end(self, stream: Stream, reason: FinishReason, error: TokenloomError | None) -> None:
         """A resumable request ended; what somebody may come back for is kept."""
         self._stop_waiting(stream)
-        if reason is FinishReason.ABORTED or not stream.has_begun:  # one that never ran was refused
-            return
+        if reason is FinishReason.ABORTED or not stream.has_begun or isinstance(error, Unavailable):
+            return  # one that never ran was refused, and what was not there may be when its reader is back
         request = stream.request
         finished = FinishedRequest(
             request.request_id,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import continuation
 from tests.unit.scheduler.engine_stack import EngineStack, fake_capabilities, run
-from tokenloom.common.errors import ResourceExhausted
+from tokenloom.common.errors import Internal, ResourceExhausted, Unavailable
 from tokenloom.common.metrics import REGISTRY
 from tokenloom.scheduler import engine as engine_module
 from tokenloom.scheduler import load
@@ -288,5 +288,18 @@ def test_an_idle_executor_that_drains_is_left_at_once() -> None:
         stack.engine.on_executor_draining()
         assert await stack.step() is None
         assert stack.has_left
+
+    run(test)
+
+
+def test_of_errors_only_those_are_kept_for_who_comes_back_that_are_the_requests_own() -> None:
+    async def test() -> None:
+        for error, num_kept in ((Internal("its logits are no numbers"), 1), (Unavailable("no executor"), 0)):
+            stack = EngineStack()
+            stack.submit(1, [5], resumable=True)
+            await stack.step()
+            plan = stack.plans.popleft()
+            stack.engine.on_result(ModelOutput(plan.step_id, {}, row_errors={plan.rows[0].row_id: error}))
+            assert REGISTRY.get_sample_value("tokenloom_num_finished_requests_kept") == num_kept
 
     run(test)
