@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,8 +15,8 @@ from tests.service.scheduler_stack import Tokenizer, run, scheduler_on, submit
 from tokenloom.api.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 from tokenloom.common.channel import bearer_metadata, make_channel
 from tokenloom.common.config import ProcessSettings
-from tokenloom.common.errors import from_rpc_error
-from tokenloom.scheduler import sessions
+from tokenloom.common.errors import ResourceExhausted, from_rpc_error
+from tokenloom.scheduler import servicer, sessions
 from tokenloom.scheduler.config import SchedulerSettings
 from tokenloom.scheduler.stage import SchedulerStage
 
@@ -120,24 +121,59 @@ def test_a_request_that_another_session_takes_over_ends_for_the_first(tmp_path: 
 
 
 def test_a_session_that_is_not_read_is_closed_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a bound this small, the news of one step for 32 requests is more than may wait."""
+    """Without gRPC's buffers between the servicer and its reader."""
     monkeypatch.setattr(sessions, "OUTBOX_BYTES", 4000)
+
+    async def requests() -> AsyncIterator[engine_pb2.EngineServiceSessionRequest]:
+        yield engine_pb2.EngineServiceSessionRequest(hello=engine_pb2.Hello(schema_revision=1, client_id="slow"))
+        yield engine_pb2.EngineServiceSessionRequest(submits=[submit(i, [i], 200) for i in range(1, 33)])
+        await asyncio.Event().wait()
 
     async def test() -> None:
         async with scheduler_on(tmp_path, FakeExecutor(), takeover_s=0.1) as stage:
-            slow, other = Tokenizer(tmp_path), Tokenizer(tmp_path)
-            await slow.open()
+            other = Tokenizer(tmp_path)
             await other.open()
-            await slow.send(submits=[submit(i, [i], 200) for i in range(1, 33)])
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await slow.read_until_ended(*range(1, 33))
-            assert from_rpc_error(caught.value).reason == "SLOW_READER"
+            frames = servicer.EngineServicer(stage.engine, cast(Any, None), 10.0).Session(requests(), None)
+            for _ in range(2):  # the welcome and the load; the rest is left
+                await anext(frames)
+            while len(stage.engine.registry.sessions) == 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(ResourceExhausted, match="was not read") as caught:
+                await anext(frames)
+            assert caught.value.reason == "SLOW_READER"
             await other.send(submits=[submit(99, [6], 20)])
             await other.read_until_ended(99)
             assert other.tokens[99] == continuation([6], 20)
             await asyncio.wait_for(stage.engine.wait_until_idle(10), 5)
-            await slow.close()
             await other.close()
+
+    run(test())
+
+
+def test_a_session_that_takes_much_over_is_told_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks is more than what may wait for a reader that does not read."""
+    monkeypatch.setattr(sessions, "OUTBOX_BYTES", 100_000)
+    monkeypatch.setattr(servicer, "MUCH_BYTES", 50_000)
+
+    async def test() -> None:
+        async with scheduler_on(tmp_path, FakeExecutor(step_s=0.03)):
+            first, second = Tokenizer(tmp_path), Tokenizer(tmp_path)
+            await first.open()
+            much = common_pb2.SamplingParams(num_logprobs=20)
+            numbers = range(1, 4)
+            await first.send(submits=[submit(i, [i], 75, sampling=much) for i in numbers])
+            while len(first.tokens.get(3, ())) < 45:
+                await first.read()
+            await first.close()
+            await second.open()
+            await second.send(
+                attaches=[engine_pb2.Attach(handle=i, request_id=f"request-{i}", from_token_index=0) for i in numbers]
+            )
+            await second.read_until_ended(*numbers)
+            assert not second.rejected
+            assert second.tokens == {i: continuation([i], 75) for i in numbers}
+            assert all(len(second.logprob_ids[i]) == 75 * 21 for i in numbers)
+            await second.close()
 
     run(test())
 

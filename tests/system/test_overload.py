@@ -230,7 +230,7 @@ def wait_until_all_are_in(cluster: Cluster, num_calls: int) -> dict[str, float]:
     """Wait until the engine has every choice, most of them in the queue."""
     num_choices = sum(map(num_choices_of, range(num_calls)))
     _, full = until(cluster, lambda m: sum(total(m, name) for name in NUM_ALIVE) == num_choices, 60)
-    assert total(full, RUNNING) == MAX_NUM_SEQS
+    assert total(full, RUNNING) > MAX_NUM_SEQS // 2  # second choices wait until the first has their prompt
     assert total(full, USAGE) > 0
     return full
 
@@ -314,7 +314,7 @@ def test_a_storm_of_aborts_leaves_nothing_and_is_counted(cluster: Cluster, size:
 
 @pytest.mark.slow
 def test_memory_is_flat_over_rounds_of_all_of_it(cluster: Cluster) -> None:
-    """What the first rounds leave is buffers that grew, the recorder's ring and the heap's holes; later ones add none."""
+    """The first rounds leave buffers that grew, the recorder's ring and holes in the heap; later ones add none."""
     rounds = []
     for _ in range(5):
         check_connections(cluster, 1000)

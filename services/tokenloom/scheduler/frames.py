@@ -2,14 +2,15 @@
 
 A frame grows while the writer is busy, so that consecutive steps merge; its size is counted so that a reader that does
 not read cannot fill the memory. Tokens are kept as the columns in which they travel: a step with 256 rows would make
-as many objects otherwise.
+as many objects otherwise. A session that takes requests over may be told more at once than a message may hold: frames
+go out in parts (`parts_of`), and who would add more waits until that is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tokenloom.common.errors import TokenloomError
@@ -22,6 +23,8 @@ _EVENT_BYTES = 250
 _ROW_BYTES = 64
 _TOKEN_BYTES = 16
 _LOGPROB_BYTES = 72
+# On the wire it is a quarter of that, or less.
+_PART_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
@@ -55,6 +58,11 @@ class TokenColumns:
     logprob_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    def extend(self, rows: TokenColumns) -> None:
+        """Append the rows of others."""
+        for column in fields(self):
+            getattr(self, column.name).extend(getattr(rows, column.name))
+
 
 @dataclass(slots=True)
 class FinishedRow:
@@ -84,20 +92,28 @@ class Outbox:
     """The frame that grows and the signal that it is worth sending.
 
     Args:
-        max_bytes: a frame that grows beyond it means that nobody reads; `is_overflown` says so.
+        max_bytes: a frame that grows beyond it while the writer is busy means that nobody reads (`is_overflown`).
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._frame = Frame()
         self._filled = asyncio.Event()
+        self._take_began = asyncio.Event()
+        self._num_takes = 0
+        self._is_awaited = False
         self._is_closed = False
         self._failure: TokenloomError | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """What waits, roughly as it weighs in memory."""
+        return self._frame.num_bytes
+
+    @property
     def is_overflown(self) -> bool:
         """The reader is too slow."""
-        return self._frame.num_bytes > self._max_bytes
+        return self._frame.num_bytes > self._max_bytes and not self._is_awaited
 
     def reject(self, handle: int, error: TokenloomError) -> None:
         """A request was not taken, or never ran."""
@@ -154,6 +170,7 @@ class Outbox:
         """No more frames after the one that is there."""
         self._is_closed = True
         self._filled.set()
+        self._take_began.set()
 
     def fail(self, error: TokenloomError) -> None:
         """Drop what waits; the next `take` raises `error`."""
@@ -165,7 +182,11 @@ class Outbox:
 
         Raises: what `fail` was given.
         """
+        self._is_awaited = True
+        self._num_takes += 1
+        self._take_began.set()
         await self._filled.wait()
+        self._is_awaited = False
         if self._failure is not None:
             raise self._failure
         frame, self._frame = self._frame, Frame()
@@ -175,6 +196,55 @@ class Outbox:
             return None
         return frame
 
+    async def wait_until_written(self) -> None:
+        """Return when the writer is done with all that waits now, or the outbox is closed."""
+        last = self._num_takes + (1 if self._is_awaited else 2)
+        while self._num_takes < last and not self._is_closed:
+            self._take_began.clear()
+            await self._take_began.wait()
+
     def _grow(self, num_bytes: int) -> None:
         self._frame.num_bytes += num_bytes
         self._filled.set()
+
+
+def parts_of(frame: Frame, max_bytes: int = _PART_BYTES) -> Iterator[Frame]:
+    """A frame as frames of about `max_bytes` at most, which together tell the same in the same order."""
+    if frame.num_bytes <= max_bytes:
+        yield frame
+        return
+    part, num_bytes = Frame(rejected=frame.rejected, accepted=frame.accepted, load=frame.load), 0
+    for handle, run in frame.prompt_logprobs:
+        size = _LOGPROB_BYTES * len(run.token_ids)
+        if num_bytes and num_bytes + size > max_bytes:
+            yield part
+            part, num_bytes = Frame(), 0
+        part.prompt_logprobs.append((handle, run))
+        num_bytes += size
+    for row in _rows_of(frame.tokens):
+        size = _LOGPROB_BYTES * len(row.logprobs) + _TOKEN_BYTES * len(row.token_ids) + _ROW_BYTES
+        if num_bytes and num_bytes + size > max_bytes:
+            yield part
+            part, num_bytes = Frame(), 0
+        part.tokens.extend(row)
+        num_bytes += size
+    part.finished, part.is_draining = frame.finished, frame.is_draining
+    yield part
+
+
+def _rows_of(tokens: TokenColumns) -> Iterator[TokenColumns]:
+    """Each row as columns of its own."""
+    at = logprobs_at = 0
+    for i, count in enumerate(tokens.num_tokens):
+        width = tokens.num_logprobs_per_token[i]
+        end, logprobs_end = at + count, logprobs_at + count * width
+        yield TokenColumns(
+            [tokens.handles[i]],
+            [tokens.first_token_indexes[i]],
+            [count],
+            tokens.token_ids[at:end],
+            [width],
+            tokens.logprob_token_ids[logprobs_at:logprobs_end],
+            tokens.logprobs[logprobs_at:logprobs_end],
+        )
+        at, logprobs_at = end, logprobs_end

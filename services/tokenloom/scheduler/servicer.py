@@ -17,7 +17,7 @@ from tokenloom.common.errors import FailedPrecondition, InvalidArgument, Tokenlo
 from tokenloom.common.pulse import Pulse
 from tokenloom.common.schema import check_revision
 from tokenloom.common.telemetry import context_of, extract, inject, tracer
-from tokenloom.scheduler import convert, metrics, watch_convert
+from tokenloom.scheduler import convert, frames, metrics, watch_convert
 from tokenloom.scheduler.capabilities import Capabilities
 from tokenloom.scheduler.core.request import FinishReason
 from tokenloom.scheduler.engine import Engine
@@ -27,6 +27,7 @@ from tokenloom.scheduler.sessions import MAX_REFUSED_TENANTS, Stream, TokenizerS
 log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
 _MAX_TURN_S = 0.001
+MUCH_BYTES = 1 << 20
 Requests = AsyncIterator[engine_pb2.EngineServiceSessionRequest]
 
 
@@ -45,6 +46,12 @@ class Turns:
         if time.monotonic() - self._began_s > _MAX_TURN_S:
             await asyncio.sleep(0)
             self.begin()
+
+
+async def _pause_if_much(session: TokenizerSession, num_bytes_before: int) -> None:
+    """After a request was taken over that had much to tell: let the session read that before more is added."""
+    if session.outbox.num_bytes - num_bytes_before > MUCH_BYTES:
+        await session.outbox.wait_until_written()
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -81,8 +88,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         pulse = Pulse(self._heartbeat_s, session.outbox.beat)
         try:
             while (frame := await session.outbox.take()) is not None:
-                pulse.note_sent()
-                yield convert.response_of(frame)
+                for part in frames.parts_of(frame):
+                    pulse.note_sent()
+                    yield convert.response_of(part)
             if reader.done() and not reader.cancelled():
                 reader.result()
         finally:
@@ -121,10 +129,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     self._define_tenant(session, policy)
                     await turns.pause_if_long()
                 for submit in frame.submits:
+                    num_bytes = session.outbox.num_bytes
                     await self._submit(session, submit, capabilities, turns)
+                    await _pause_if_much(session, num_bytes)
                     await turns.pause_if_long()
                 for attach in frame.attaches:
+                    num_bytes = session.outbox.num_bytes
                     self._engine.attach(session, attach.handle, attach.request_id, attach.from_token_index)
+                    await _pause_if_much(session, num_bytes)
                 for finish in frame.finishes:
                     self._engine.finish(session, finish.handle, convert.finish_reason_of(finish.reason))
                 for cancel in frame.cancels:

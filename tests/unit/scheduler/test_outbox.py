@@ -12,8 +12,8 @@ import pytest
 from tokenloom.api.v1 import engine_pb2
 from tokenloom.common.errors import Unavailable
 from tokenloom.scheduler.convert import Logprobs, response_of
-from tokenloom.scheduler.core.request import FinishReason
-from tokenloom.scheduler.frames import FinishedRow, Outbox
+from tokenloom.scheduler.core.request import FinishReason, PromptLogprobs
+from tokenloom.scheduler.frames import FinishedRow, Outbox, parts_of
 from tokenloom.scheduler.load import LoadState
 
 
@@ -119,5 +119,88 @@ def test_a_failed_outbox_raises_and_drops_what_waited() -> None:
         outbox.fail(Unavailable("gone"))
         with pytest.raises(Unavailable, match="gone"):
             await outbox.take()
+
+    run(test())
+
+
+def test_a_frame_that_the_writer_waits_for_is_not_overflown_however_large() -> None:
+    async def test() -> None:
+        outbox = Outbox(1000)
+        taking = asyncio.create_task(outbox.take())
+        await asyncio.sleep(0)
+        outbox.add_tokens(1, 0, [5] * 1000)
+        assert not outbox.is_overflown
+        await taking
+        outbox.add_tokens(1, 1000, [5] * 1000)
+        assert outbox.is_overflown, "now the writer is busy"
+
+    run(test())
+
+
+async def add_and_wait(outbox: Outbox) -> None:
+    outbox.add_tokens(1, 0, [5])
+    await outbox.wait_until_written()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_who_would_tell_more_waits_until_it_is_written(is_busy: bool) -> None:
+    async def test() -> None:
+        outbox = Outbox(1000)
+        if is_busy:
+            outbox.add_tokens(1, 0, [5])
+            await outbox.take()
+            outbox.add_tokens(1, 1, [5])
+            waiting = asyncio.create_task(outbox.wait_until_written())
+            await asyncio.sleep(0)
+            await outbox.take()  # what was busy is written, and the rest begun
+        else:
+            writer = asyncio.create_task(outbox.take())
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(add_and_wait(outbox))
+            await writer
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        writer = asyncio.create_task(outbox.take())
+        await waiting
+        writer.cancel()
+
+    run(test())
+
+
+def test_nobody_waits_for_a_closed_outbox() -> None:
+    async def test() -> None:
+        outbox = Outbox(1000)
+        waiting = asyncio.create_task(outbox.wait_until_written())
+        await asyncio.sleep(0)
+        outbox.close()
+        await waiting
+        await outbox.wait_until_written()
+
+    run(test())
+
+
+@pytest.mark.parametrize("max_bytes", [1, 3000, 20_000, 1 << 20])
+def test_the_parts_of_a_frame_tell_the_same_in_the_same_order(max_bytes: int) -> None:
+    async def test() -> None:
+        outbox = Outbox(1 << 20)
+        outbox.reject(1, Unavailable("not now"))
+        outbox.accept(2, 4)
+        for position in range(5):
+            outbox.add_prompt_logprobs(2, PromptLogprobs(position, 1, [position] * 10, [0.5] * 10))
+        for index in range(40):
+            outbox.add_tokens(2, index, [index], Logprobs(3, [index, 8, 9], [-0.5, -1.0, -2.0]) if index % 3 else None)
+        outbox.finish(FinishedRow(2, FinishReason.LENGTH, 40, None))
+        outbox.set_load(load(3))
+        outbox.drain()
+        frame = await outbox.take()
+        assert frame is not None
+        parts = list(parts_of(frame, max_bytes))
+        assert (len(parts) > 1) == (frame.num_bytes > max_bytes)
+        merged = engine_pb2.EngineServiceSessionResponse()
+        for part in parts:
+            merged.MergeFrom(response_of(part))
+        assert merged == response_of(frame)
+        assert [bool(part.accepted) for part in parts] == [True] + [False] * (len(parts) - 1)
+        assert [bool(part.finished) for part in parts] == [False] * (len(parts) - 1) + [True]
 
     run(test())

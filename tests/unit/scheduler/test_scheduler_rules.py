@@ -273,3 +273,19 @@ def test_short_prompts_are_not_cut_for_those_behind_them() -> None:
     for i in range(8):
         engine.add(Request(str(i), [i % 2, *([i // 2 % 2] * 15)], 1, cache_salt=str(i)))
     assert [row.num_scheduled_tokens for row in planned(engine).rows] == [16] * 4
+
+
+def test_the_new_rows_of_a_plan_bring_a_bounded_number_of_ids_and_one_alone_may_bring_more() -> None:
+    """All fit into the token budget, so that without the bound one plan would bring them all."""
+    engine = ShadowEngine(SchedulerConfig(block_size=2, max_new_row_ids=12), num_blocks=64, depth=1)
+    sizes = {"a": 5, "b": 7, "c": 1, "long": 20, "d": 2}
+    for start, (name, num_ids) in enumerate(sizes.items()):
+        engine.add(Request(name, list(range(100 * start, 100 * start + num_ids)), 4))
+    new_rows = []
+    for _ in range(4):
+        plan = planned(engine)
+        new_rows.append([row.request.request_id for row in plan.rows if row.is_new])
+        engine.apply()
+    assert new_rows == [["a", "b"], ["c"], ["long"], ["d"]]
+    engine.run_until_idle()
+    assert all(len(engine.told[name]) == 4 for name in sizes)

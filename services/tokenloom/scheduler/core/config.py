@@ -33,6 +33,7 @@ class SchedulerConfig:
         num_priority_classes: a request's class is below it.
         ageing_s: a request moves up one class per so many seconds of age; 0: never.
         prompt_token_charge, output_token_charge: virtual tokens that a tenant pays for a token.
+        max_new_row_ids: most token ids that the new rows of a plan bring in its one message, unless one row has more.
     """
 
     max_num_seqs: int = 64
@@ -46,6 +47,7 @@ class SchedulerConfig:
     ageing_s: float = 30.0
     prompt_token_charge: float = 1.0
     output_token_charge: float = 2.0
+    max_new_row_ids: int = 1 << 20
 
     @property
     def is_fair(self) -> bool:

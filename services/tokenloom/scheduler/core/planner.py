@@ -34,6 +34,7 @@ class _Draft:
         chunks: its rows of prompts.
         cut: those that got less than they lack, to leave room for others.
         is_short_of_blocks: a running request found no free block: nobody is let in who has no right to push in.
+        num_new_row_ids: token ids that its new rows bring.
         num_promised_blocks: blocks that running prompts, and suspects that wait, will still need for the tokens they
             have.
         promised_rows: rows that suspects who wait will need, by tenant; nobody else may take them.
@@ -44,6 +45,7 @@ class _Draft:
     admits_new: bool = True
     chunks: dict[Request, ScheduledRow] = field(default_factory=dict)
     cut: list[ScheduledRow] = field(default_factory=list)
+    num_new_row_ids: int = 0
     num_promised_blocks: int = 0
     promised_rows: Counter[Tenant] = field(default_factory=Counter)
     is_short_of_blocks: bool = False
@@ -90,7 +92,7 @@ class Planner:
 
     def _try_suspect(self, draft: _Draft, request: Request, has_others: bool) -> None:
         """Let a suspect that waits run, if there is room."""
-        if request.num_plans_in_flight or request.account.is_at_limit:
+        if request.num_plans_in_flight or request.account.is_at_limit or self._is_too_long_for(draft, request):
             return
         found = self._state.kv.find_prefix(request)
         if found is None:
@@ -171,7 +173,7 @@ class Planner:
             return walk.pass_request()
         if request.num_plans_in_flight:
             return walk.stop()  # (rule 2) the blocks it gave up are not for those behind it
-        if draft.is_short_of_blocks and not self._may_push_in(request):
+        if (draft.is_short_of_blocks and not self._may_push_in(request)) or self._is_too_long_for(draft, request):
             return walk.stop()
         if request.account.is_at_limit_with(draft.promised_rows[request.account]):
             request.wait_reason = WaitReason.TENANT_LIMIT
@@ -188,6 +190,11 @@ class Planner:
         walk.take()
         self._admit(draft, request, found, has_others or walk.head is not None)
         return None
+
+    def _is_too_long_for(self, draft: _Draft, request: Request) -> bool:
+        """The plan's new rows would bring too many ids with this one; the next plan takes it."""
+        num_ids = draft.num_new_row_ids
+        return num_ids > 0 and num_ids + request.num_tokens > self._state.config.max_new_row_ids
 
     def _may_push_in(self, request: Request) -> bool:
         """The request has a right to blocks although running requests had to give theirs: by its class or its share."""
@@ -226,6 +233,7 @@ class Planner:
         num_cached = len(found) * self._state.config.block_size
         request.status = RequestStatus.RUNNING
         request.row_id = self._state.take_row_id()
+        draft.num_new_row_ids += request.num_tokens
         request.num_computed_tokens = request.num_confirmed_tokens = num_cached
         num_cached = min(num_cached, request.num_prompt_tokens)
         request.num_charged_tokens = max(request.num_charged_tokens, num_cached)
