@@ -52,16 +52,22 @@ def test_killed_stages_are_started_again_and_ctrl_c_stops_all(tiny_model: Path) 
             kill_and_wait_for_recovery(stack, stage)
             assert complete(stack, "one") == expected
             assert f"{stage} was ended by SIGKILL" in stack.output
+        num_lines = len(stack.lines)
+        for stage in ("scheduler", "gateway"):
+            kill_and_wait_for_recovery(stack, stage, signal.SIGTERM)
+            assert complete(stack, "one") == expected
+        alarms = [line for line in stack.lines[num_lines:] if " warning " in line or " error " in line]
+        assert not alarms, "a stage that was told to stop is no cause for alarm"
         pids = stack.stage_pids()
         assert stack.stop() == 0
         assert not any(is_alive(pid) for pid in pids.values())
 
 
-def kill_and_wait_for_recovery(stack: Stack, stage: str) -> None:
+def kill_and_wait_for_recovery(stack: Stack, stage: str, number: int = signal.SIGKILL) -> None:
     before = stack.stage_pids()
     assert set(before) == set(STAGES)
-    os.kill(before[stage], signal.SIGKILL)
-    wait_for(lambda: not is_alive(before[stage]), 5)
+    os.kill(before[stage], number)
+    wait_for(lambda: not is_alive(before[stage]), 15)
     wait_for(lambda: set(stack.stage_pids()) == set(STAGES) and stack.is_ready(), 60)
     after = stack.stage_pids()
     assert {name for name in STAGES if after[name] != before[name]} == {stage}

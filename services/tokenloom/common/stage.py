@@ -1,8 +1,9 @@
 """Life of a stage's process: logs, telemetry, metrics, start, signals, drain, exit code.
 
 SIGTERM and SIGINT drain: the stage stops being ready, running requests get `grace_s` seconds, then it ends with exit
-code 0. A second signal ends it at once (exit code 1). A stage started by `tokenloom serve` also ends when the launcher
-does, however that died: it holds the read end of a pipe whose write end only the launcher has.
+code 0, whatever a stuck thread still does. A second signal ends it at once (exit code 1). A stage started by
+`tokenloom serve` also ends when the launcher does, however that died: it holds the read end of a pipe whose write end
+only the launcher has.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tokenloom.common.telemetry import setup_telemetry
 log = logging.getLogger(__name__)
 EXIT_SETUP = 2
 _STOP_LIMIT_S = 10.0
+_END_LIMIT_S = 5.0  # behind the last log line: spans on their way out, threads that end
 _ORPHAN_GRACE_S = 5.0
 
 
@@ -125,6 +127,7 @@ async def _life(process: ProcessSettings, build: Callable[[], Stage]) -> int:
         if metrics is not None:
             await metrics.stop()
     log.info("stopped")
+    _end_soon(0)
     return 0
 
 
@@ -146,6 +149,17 @@ def _on_signal(told_to_stop: asyncio.Event) -> None:
         log.warning("second signal: ending at once")
         os._exit(1)
     told_to_stop.set()
+
+
+def _end_soon(code: int) -> None:
+    """End the process with this exit code if it does not end by itself: Python waits for its threads without limit."""
+
+    def insist() -> None:
+        time.sleep(_END_LIMIT_S)
+        log.warning("something still runs; ending without it")
+        os._exit(code)
+
+    threading.Thread(target=insist, name="end", daemon=True).start()
 
 
 def _end_with_parent(fd: int) -> None:
