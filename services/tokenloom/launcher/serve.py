@@ -90,6 +90,7 @@ class Stack:
             loop.add_signal_handler(number, self._on_signal, told_to_stop)
         _say(f"starting {self._model_id}; stages: {', '.join(STAGES)}")
         supervised = [asyncio.create_task(child.supervise()) for child in self._children]
+        await asyncio.sleep(0)  # they fork before gRPC is used here: it would complain of each fork
         watchdogs = self._start_watchdogs()
         progress = asyncio.create_task(self._report_progress())
         stopping = asyncio.create_task(told_to_stop.wait())
