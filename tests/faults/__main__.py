@@ -46,18 +46,16 @@ def chosen(cases: Sequence[Case], only: Sequence[str], is_quick: bool) -> list[C
     return found
 
 
-async def run(cases: Sequence[Case]) -> list[Outcome]:
-    """Run cases one after the other on one site, showing a row for each."""
-    settings = {
-        "scheduler": {"stall_timeout_s": STALL_S, "heartbeat_s": STALL_S / 3},
-        "tokenizer": {"heartbeat_s": STALL_S / 3},
-    }
+async def run(cases: Sequence[Case], file: Path) -> list[Outcome]:
+    """Run cases one after the other on one site, showing a row for each; `file` has all rows so far."""
     show(heading())
     outcomes = []
-    async with running_site(settings=settings) as site:
+    async with running_site(STALL_S) as site:
         for name, case in cases:
             outcome = await outcome_of_case(site, name, case)
             outcomes.append(outcome)
+            rows = [{**asdict(o), "is_late": o.is_late, "is_bad": o.is_bad} for o in outcomes]
+            file.write_text(json.dumps(rows, indent=2) + "\n")
             show(row_of(outcome))
             for problem in outcome.problems[:5]:
                 show(f"    {problem[:300]}")
@@ -117,14 +115,13 @@ def main(argv: Sequence[str]) -> int:
         show("\n".join(name for name, _ in cases) or "no such case")
         return 0 if cases else 2
     began_s = time.monotonic()
-    outcomes = asyncio.run(run(cases))
+    file = Path(given.json)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = asyncio.run(run(cases, file))
     num_bad, num_late = sum(o.is_bad for o in outcomes), sum(o.is_late for o in outcomes)
     num_requests = sum(o.num_requests for o in outcomes)
     took = f"{time.monotonic() - began_s:.0f} s"
     show(f"{len(outcomes)} cases, {num_requests} requests, {num_bad} cases failed, {num_late} late, {took}")
-    Path(given.json).parent.mkdir(parents=True, exist_ok=True)
-    rows = [{**asdict(outcome), "is_late": outcome.is_late, "is_bad": outcome.is_bad} for outcome in outcomes]
-    Path(given.json).write_text(json.dumps(rows, indent=2) + "\n")
     return 1 if num_bad else 0
 
 

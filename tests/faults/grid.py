@@ -80,34 +80,36 @@ async def run_cell(site: Site, stage: str, kind: Kind, moment: Moment, stand_s: 
 def strike(site: Site, stage: str, kind: Kind, stand_s: float) -> float:
     """Let a fault happen and wait until it is over, but not for what follows from it.
 
-    Returns: how long it kept the stage from working, in seconds.
+    Returns: how long it may keep requests from going on, in seconds.
     """
     proxy, cluster, began_s = site.proxies[stage], site.cluster, time.monotonic()
     if kind == "kill":
         killed = cluster.kill(stage)
         until(lambda: cluster.pid(stage) not in (None, killed), 30, f"{stage} was not started again")
         return site.time_until_serving(stage, began_s)
-    if kind == "stop":
-        cluster.kill(stage, signal.SIGSTOP)
-        time.sleep(stand_s)
-        cluster.kill(stage, signal.SIGCONT)
-    elif kind == "blackhole":
-        proxy.blackhole()
-        time.sleep(stand_s)
-        proxy.heal()
-    elif kind == "delay":
+    if kind in ("stop", "blackhole"):
+        if kind == "stop":
+            cluster.kill(stage, signal.SIGSTOP)
+            time.sleep(stand_s)
+            cluster.kill(stage, signal.SIGCONT)
+        else:
+            proxy.blackhole()
+            time.sleep(stand_s)
+            proxy.heal()
+        has_another = stage in cluster.tokenizers  # requests go on there once the silence was noticed
+        return site.stall_s if has_another else time.monotonic() - began_s
+    if kind == "delay":
         proxy.delay(DELAY_S)
         time.sleep(DELAYED_S)
         proxy.heal()
         return 2 * DELAY_S
+    num_before = proxy.num_accepted
+    if kind == "cut":
+        proxy.cut()
     else:
-        num_before = proxy.num_accepted
-        if kind == "cut":
-            proxy.cut()
-        else:
-            proxy.truncate()
-        until(lambda: proxy.num_accepted > num_before, _RECONNECT_LIMIT_S, f"nobody came back to {stage}")
-        proxy.heal()
+        proxy.truncate()
+    until(lambda: proxy.num_accepted > num_before, _RECONNECT_LIMIT_S, f"nobody came back to {stage}")
+    proxy.heal()
     return time.monotonic() - began_s
 
 

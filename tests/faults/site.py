@@ -70,10 +70,11 @@ class Verdict:
 class Site:
     """Made by `running_site`."""
 
-    def __init__(self, cluster: Cluster, proxies: Mapping[str, Proxy], orders: Orders) -> None:
+    def __init__(self, cluster: Cluster, proxies: Mapping[str, Proxy], orders: Orders, stall_s: float) -> None:
         self.cluster = cluster
         self.proxies = proxies
         self.orders = orders
+        self.stall_s = stall_s
         self.clients: list[httpx.AsyncClient] = []
         self._undisturbed: dict[str, Undisturbed] = {}
 
@@ -222,14 +223,22 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running_site(*, settings: Settings | None = None, num_gateways: int = 2) -> AsyncIterator[Site]:
-    """A site that is ready: two tokenizers, an executor in fp32, a proxy before each stage but the gateways."""
+async def running_site(
+    stall_s: float, *, settings: Settings | None = None, num_gateways: int = 2
+) -> AsyncIterator[Site]:
+    """A site that is ready: two tokenizers, an executor in fp32, a proxy before each stage but the gateways.
+
+    Args:
+        stall_s: silence after which a neighbour counts as lost.
+        settings: more of them, by stage.
+    """
     limits = {"max_num_seqs": MAX_NUM_SEQS, "log_level": "warning"}
+    stall = {"stall_timeout_s": stall_s}
     own: dict[str, dict[str, object]] = {
         "executor": {**limits},
-        "scheduler": {**limits},
-        "tokenizer": {"log_level": "warning"},
-        "gateway": {"log_level": "warning"},
+        "scheduler": {**limits, **stall, "heartbeat_s": stall_s / 4},
+        "tokenizer": {"log_level": "warning", **stall, "heartbeat_s": stall_s / 4},
+        "gateway": {"log_level": "warning", **stall},
     }
     for stage, values in (settings or {}).items():
         own[stage] = {**own.get(stage, {}), **values}
@@ -251,7 +260,7 @@ async def running_site(*, settings: Settings | None = None, num_gateways: int = 
                 proxies[stage] = thread.proxy(f"unix:{cluster.folder}/{stage}.proxy", cluster.address(stage))
                 cluster.link(client, stage, proxies[stage].address)
         async with cluster, contextlib.AsyncExitStack() as stack:
-            site = Site(cluster, proxies, Orders(Path(folder)))
+            site = Site(cluster, proxies, Orders(Path(folder)), stall_s)
             for i in range(num_gateways):
                 site.clients.append(await stack.enter_async_context(cluster.async_client(i, timeout=_LOAD_LIMIT_S)))
             yield site

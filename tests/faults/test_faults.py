@@ -42,12 +42,8 @@ class SiteOfModule:
 
 @pytest.fixture(scope="module")
 def faults() -> Iterator[SiteOfModule]:
-    settings = {
-        "scheduler": {"stall_timeout_s": _STALL_S, "heartbeat_s": _STALL_S / 4},
-        "tokenizer": {"heartbeat_s": _STALL_S / 4},
-    }
     with asyncio.Runner() as runner:
-        context = running_site(settings=settings)
+        context = running_site(_STALL_S)
         site = runner.run(context.__aenter__())
         try:
             yield SiteOfModule(runner, site)
