@@ -54,8 +54,7 @@ async def run(cases: Sequence[Case], file: Path) -> list[Outcome]:
         for name, case in cases:
             outcome = await outcome_of_case(site, name, case)
             outcomes.append(outcome)
-            rows = [{**asdict(o), "is_late": o.is_late, "is_bad": o.is_bad} for o in outcomes]
-            file.write_text(json.dumps(rows, indent=2) + "\n")
+            write(outcomes, file)
             show(row_of(outcome))
             for problem in outcome.problems[:5]:
                 show(f"    {problem[:300]}")
@@ -73,6 +72,12 @@ async def outcome_of_case(site: Site, name: str, case: Callable[[Site], Awaitabl
         problem = f"the case broke: {type(error).__name__}: {error}"
         took_s = time.monotonic() - began_s
         return Outcome(name, "", 0, 0, 0, None, None, None, problems=(problem,), took_s=took_s)
+
+
+def write(outcomes: Sequence[Outcome], file: Path) -> None:
+    """The rows as JSON."""
+    rows = [{**asdict(outcome), "is_late": outcome.is_late, "is_bad": outcome.is_bad} for outcome in outcomes]
+    file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def heading() -> str:
