@@ -157,3 +157,39 @@ def test_a_long_prefill_never_turns_red(site: Site) -> None:
             assert "executor lost" not in site.cluster.log("scheduler").rpartition("executor ready")[2]
     finally:
         site.orders.withdraw()
+
+
+def test_when_an_executor_stays_away_requests_fail_with_503_and_are_refused_until_it_is_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = site.cluster
+    cluster.stop_stage("scheduler")
+    monkeypatch.setitem(cluster._settings["scheduler"], "executor_wait_s", 1.0)
+    cluster.start_stage("scheduler")
+    cluster.wait_until_ready()
+    answers: list[httpx.Response] = []
+
+    def post(**changes: Any) -> None:
+        with cluster.client() as client:
+            answers.append(client.post("/v1/completions", json={**BODY, "max_tokens": 900, **changes}))
+
+    with cluster.logs_on_failure():
+        threads = [threading.Thread(target=post, kwargs={"stream": is_stream}) for is_stream in (True, False)]
+        site.orders.give("slow", 0.02)
+        for thread in threads:
+            thread.start()
+        until(lambda: cluster.metrics("scheduler")["tokenloom_num_requests_running"] == 2, 10, "they do not run")
+        cluster.kill("executor", signal.SIGSTOP)
+        try:
+            for thread in threads:
+                thread.join(20)
+            began_s = time.monotonic()
+            post()
+            assert time.monotonic() - began_s < 1.0, "refused at once"
+        finally:
+            cluster.kill("executor", signal.SIGCONT)
+        assert sorted(answer.status_code for answer in answers) == [200, 503, 503]
+        assert all("executor_lost" in answer.text for answer in answers), "the stream has an error event"
+        site.orders.withdraw()
+        until(lambda: not site.waits_for(), 20, "it does not come back")
+        assert site.post(BODY) == site.undisturbed
