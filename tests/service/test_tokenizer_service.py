@@ -38,7 +38,7 @@ from tokenloom.common.errors import (
     Unavailable,
 )
 from tokenloom.common.metrics import REGISTRY
-from tokenloom.tokenizer import generation, servicer
+from tokenloom.tokenizer import direct_calls, generation, servicer
 from tokenloom.tokenizer.active_request import child_seed
 from tokenloom.tokenizer.domain import ChatInput, ChatMessage, CompleteInput, GenerationRequest, Options
 from tokenloom.tokenizer.outbox import Outbox, RequestSink
@@ -243,6 +243,52 @@ def test_a_client_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: py
             call = stub.Complete(large)
             await until(lambda: sorted(stack.engine.cancelled) == ["s:0", "s:1", "s:2"])
             assert (await stack.refusal(call)).reason == "SLOW_READER"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_client_that_takes_nothing_is_given_up_in_time_however_little_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    monkeypatch.setattr(direct_calls, "SWEEP_S", 0.05)
+    monkeypatch.setattr(direct_calls, "WRITE_TIMEOUT_S", 1.0)
+
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack, small_window_channel(stack.config.listen) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            much = complete_request([5], num_choices=3, max_tokens=250, sampling={"num_logprobs": 20})
+            call = stub.Complete(much)
+            watched = stack.stage._servicer._direct_calls._calls
+            await until(lambda: any(one.outbox.num_bytes > 100_000 for one in watched))
+            if is_over:
+                await until(lambda: stack.engine.num_living == 0)
+            else:
+                stack.engine.may_step.clear()
+            await until(lambda: not any(one.outbox.num_bytes for one in watched))
+            await until(lambda: stack.engine.num_living == 0)
+            assert stack.stage._generation.num_active == 0
+            assert (await stack.refusal(call)).reason == "SLOW_READER"  # behind what gRPC had already
+            assert not watched
+            stack.engine.may_step.set()
+            assert (await stack.complete([5] * 4)).usage.num_generated_tokens == 20
+
+    run(scenario())
+
+
+def test_clients_that_do_not_read_hold_bounded_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_calls, "SWEEP_S", 0.02)
+    monkeypatch.setattr(direct_calls, "MAX_TOTAL_BYTES", 300_000)
+
+    async def scenario() -> None:
+        async with tokenizer_on(tmp_path) as stack, small_window_channel(stack.config.listen) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            much = complete_request([5], num_choices=2, max_tokens=250, sampling={"num_logprobs": 20})
+            slow = [stub.Complete(much) for _ in range(4)]
+            await until(lambda: len(stack.engine.cancelled) >= 4)
+            assert (await stack.complete([5] * 4)).usage.num_generated_tokens == 20
+            for call in slow:
+                call.cancel()
 
     run(scenario())
 

@@ -126,7 +126,7 @@ def check_connections(cluster: Cluster, num_connections: int) -> dict[str, float
     idle_s, after = until_idle(cluster, 10)
     until(cluster, lambda m: total(m, "tokenloom_gateway_connections") <= 1, 5)
     assert num_open_files(cluster.pid("gateway")) <= idle_files + 3
-    assert max(beside) < 5
+    assert max(beside) < 15
     assert max(health) < 2
     assert total(after, "tokenloom_gateway_requests_in_flight") <= 1
     return {

@@ -88,6 +88,11 @@ class Outbox:
         self._filled.set()
 
     @property
+    def num_bytes(self) -> int:
+        """What waits."""
+        return self._total_bytes
+
+    @property
     def has_news(self) -> bool:
         """`take` would not wait: events are there, or the bound was reached."""
         return bool(self._pending) or self._is_full
@@ -111,11 +116,17 @@ class Outbox:
             self.close(handle)
             self._pending.append((handle, Failed(_too_slow())))
             self._on_request_full(handle)
+            self._filled.set()
         else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The reader is too slow: drop everything and say so, once."""
+        if not self._is_full:
             self._is_full = True
             self._clear()
             self._on_full()
-        self._filled.set()
+            self._filled.set()
 
     def _clear(self) -> None:
         self._pending = []

@@ -15,6 +15,7 @@ from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.auth import Authenticator
 from tokenloom.tokenizer.chat_template import ChatTemplate
 from tokenloom.tokenizer.detokenizer import Detokenizer
+from tokenloom.tokenizer.direct_calls import DirectCall, DirectCalls
 from tokenloom.tokenizer.domain import GenerationRequest, Trace
 from tokenloom.tokenizer.encoder import Encoder
 from tokenloom.tokenizer.engine_client import EngineClient
@@ -58,6 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._session_outbox_bytes = session_outbox_bytes
         self._created_s = int(time.time())
         self._sessions: set[GatewaySession] = set()
+        self._direct_calls = DirectCalls()
         self._is_draining = False
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:
@@ -177,12 +179,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._generation.run(request, RequestSink(outbox, _DIRECT_HANDLE))
         )
         task.add_done_callback(lambda _: outbox.wake())
+        call, loop = DirectCall(outbox), asyncio.get_running_loop()
+        self._direct_calls.add(call)
         try:
             while not task.done() or outbox.has_news:
                 for _, event in await outbox.take():
+                    call.busy_since_s = loop.time()
                     yield self._converter.event(event)
+                call.busy_since_s = None
             await task
         finally:
+            self._direct_calls.remove(call)
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
