@@ -85,6 +85,8 @@ class StreamAnswer:
 
     def _choices(self, index: int, update: ChoiceUpdate) -> Iterator[dict[str, Any]]:
         """The chunks of a choice, one after the other; what each tells is noted before it is handed out."""
+        for part in update.earlier:
+            yield from self._choices(index, part)
         if index not in self._opened:
             self._opened.add(index)
             if (first := self._form.first_chunk(index)) is not None:

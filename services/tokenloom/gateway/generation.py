@@ -22,6 +22,8 @@ from tokenloom.common.errors import DeadlineExceeded, Internal, ResourceExhauste
 from tokenloom.gateway.progress import Progress
 from tokenloom.gateway.sized_work import IDS_PER_ENTRY
 
+# Tokens and entries of logprobs in an event of a stream whose client may return; tokenizers tell no more at a time.
+MAX_EVENT_SIZE = 16
 _LOGPROB_BYTES = 64
 _TOKEN_ID_BYTES = 8
 # A client that takes a part in this time is not slow, however much comes at once; up to so many times the bound.
@@ -74,7 +76,10 @@ class Accepted:
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """What is new in one choice. `echoed` is the part of `text` that is known to be the prompt's."""
+    """What is new in one choice. `echoed` is the part of `text` that is known to be the prompt's.
+
+    `earlier` are parts before it that are to be events of their own.
+    """
 
     text: str = ""
     echoed: str = ""
@@ -83,10 +88,20 @@ class ChoiceUpdate:
     logprobs: list[Position] = field(default_factory=list)
     prompt_logprobs: list[Position] = field(default_factory=list)
     finish: Finish | None = None
+    earlier: list[ChoiceUpdate] = field(default_factory=list)
 
     @property
     def num_entries(self) -> int:
         """Its size for those who write it, in tokens with logprobs."""
+        return self._num_own_entries + sum(part.num_entries for part in self.earlier)
+
+    @property
+    def size(self) -> int:
+        """Tokens and entries of logprobs, without earlier parts."""
+        return self.num_tokens + sum(1 + len(position.top) for position in self.logprobs)
+
+    @property
+    def _num_own_entries(self) -> int:
         positions = self.logprobs or self.prompt_logprobs
         num_tops = len(positions[0].top) if positions else 0
         num_positions = len(self.logprobs) + len(self.prompt_logprobs)
@@ -204,8 +219,19 @@ class Generation:
             self.abandon(Internal(f"token {progress.num_tokens} was expected, token {first_token_index} came"))
             return
         progress.take_tokens(num_tokens, token_ids)
-        self._update.choice(choice_index).num_tokens += num_tokens
+        update = self._update.choice(choice_index)
+        if self.may_return and update.num_tokens and update.size + num_tokens > MAX_EVENT_SIZE:
+            update = self._begin_part(choice_index, update)
+        update.num_tokens += num_tokens
         self._add(choice_index, text)
+
+    def _begin_part(self, choice_index: int, update: ChoiceUpdate) -> ChoiceUpdate:
+        """Let what waits of a choice be an event of its own: a client that is cut off gets on by whole ones."""
+        update.text = "".join(self._texts.pop(choice_index, ()))
+        earlier, update.earlier = update.earlier, []
+        earlier.append(update)
+        self._update.choices[choice_index] = ChoiceUpdate(earlier=earlier)
+        return self._update.choices[choice_index]
 
     def _add_echo(self, choice_index: int, text: str) -> None:
         if text:

@@ -20,6 +20,7 @@ from tokenloom.tokenizer.detokenizer import Detokenizer
 from tokenloom.tokenizer.domain import Submission
 from tokenloom.tokenizer.events import (
     MAX_LOGPROBS_PER_EVENT,
+    MAX_SMALL_DELTA,
     TIME_IS_UP,
     ChoiceFinished,
     Delta,
@@ -175,6 +176,8 @@ class Choice:
             self._push(token_ids[i])
             if len(self._token_ids) > self._num_skipped:
                 self._account(token_ids[i], logprobs[i] if logprobs else None)
+                if self._submission.is_resumable and self._delta.size >= MAX_SMALL_DELTA:
+                    self._send(is_last=False)
             elif len(self._token_ids) == self._num_skipped:
                 self._drop_text()
             if self._matcher.found:
@@ -260,7 +263,12 @@ class Choice:
         self._delta.num_cached_tokens = num_cached_tokens
 
     def _next_delta(self) -> Delta:
-        return Delta(self.index, first_token_index=len(self._token_ids), is_ids_wanted=self._rules.return_token_ids)
+        return Delta(
+            self.index,
+            first_token_index=len(self._token_ids),
+            is_ids_wanted=self._rules.return_token_ids,
+            is_kept_small=self._submission.is_resumable,
+        )
 
     # --- ends ---
 

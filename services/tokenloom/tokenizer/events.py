@@ -13,6 +13,8 @@ from tokenloom.tokenizer.domain import SamplingParams, StopConditions
 TIME_IS_UP = "the request's time was up"
 MAX_LOGPROBS_PER_EVENT = 512
 """Entries of logprobs, over all positions, that are turned into protobuf in one go: up to 25 us each on a slow core."""
+MAX_SMALL_DELTA = 16
+"""Tokens and entries of logprobs in a delta of a resumable request."""
 
 
 class PositionLogprobs(NamedTuple):
@@ -77,6 +79,7 @@ class Delta:
         token_ids: of these tokens.
         is_ids_wanted: the caller asked for ids.
         num_cached_tokens: prompt tokens that the choice found in the prefix cache; None but on its first tokens.
+        is_kept_small: its client may lose its connection at any time, and gets on by whole events only.
     """
 
     choice_index: int
@@ -88,6 +91,7 @@ class Delta:
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_ids_wanted: bool = False
     num_cached_tokens: int | None = None
+    is_kept_small: bool = False
 
     @property
     def has_extras(self) -> bool:
@@ -98,6 +102,11 @@ class Delta:
     def num_logprobs(self) -> int:
         """Entries of logprobs over all positions."""
         return sum(len(position.token_ids) for position in (*self.logprobs, *self.prompt_logprobs))
+
+    @property
+    def size(self) -> int:
+        """Tokens and entries of logprobs."""
+        return self.num_tokens + self.num_logprobs
 
     def append(self, later: Delta) -> None:
         """Take the delta that follows into this one; neither has prompt logprobs."""

@@ -13,7 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 
 from tokenloom.common.errors import ResourceExhausted
-from tokenloom.tokenizer.events import MAX_LOGPROBS_PER_EVENT, Accepted, ChoiceFinished, Delta, Event, Failed
+from tokenloom.tokenizer.events import (
+    MAX_LOGPROBS_PER_EVENT,
+    MAX_SMALL_DELTA,
+    Accepted,
+    ChoiceFinished,
+    Delta,
+    Event,
+    Failed,
+)
 
 _EVENT_BYTES = 64
 _BYTES_PER_ID = 4
@@ -173,6 +181,8 @@ def _may_merge(waiting: Delta, later: Delta) -> bool:
     if (waiting.num_tokens == 0) != (later.num_tokens == 0):
         return False
     if size_of(waiting) + size_of(later) > _MAX_MERGED_BYTES:
+        return False
+    if waiting.is_kept_small and waiting.size + later.size > MAX_SMALL_DELTA:
         return False
     return waiting.num_logprobs + later.num_logprobs <= MAX_LOGPROBS_PER_EVENT
 

@@ -243,6 +243,34 @@ def test_a_request_whose_client_may_return_is_detached_unless_it_is_late_or_brok
     assert told == [is_detached, False]
 
 
+def test_what_piles_up_for_a_client_that_may_return_comes_in_small_events() -> None:
+    for may_return in (True, False):
+        generation = Generation("r", 1 << 20, may_return=may_return)
+        for token in range(100):
+            add(generation, 0, f"<{token}>", 1)
+            generation.add_details(0, [token], [], [])
+        generation.add_text(0, "held", 100, 0)
+        generation.finish_choice(0, Finish("length"))
+        last = collect(generation).choices[0]
+        parts = [*last.earlier, last]
+        assert "".join(part.text for part in parts) == "".join(f"<{token}>" for token in range(100)) + "held"
+        assert [i for part in parts for i in part.token_ids] == list(range(100))
+        assert all(len(part.token_ids) == part.num_tokens for part in parts)
+        assert [part.finish for part in parts] == [None] * (len(parts) - 1) + [Finish("length")]
+        assert max(part.num_tokens for part in parts) == (16 if may_return else 100)
+
+
+def test_logprobs_count_for_the_size_of_such_events() -> None:
+    generation = Generation("r", 1 << 20, may_return=True)
+    entry = Logprob(1, "x", b"x", -0.5)
+    for _ in range(20):
+        add(generation, 0, "x", 1)
+        generation.add_details(0, [], [Position(entry, [entry] * 5)], [])
+    last = collect(generation).choices[0]
+    assert all(part.size <= 16 + 7 for part in (*last.earlier, last))
+    assert last.num_entries == 20 * 6
+
+
 def test_text_that_an_end_sets_free_is_not_told_to_a_client_that_is_back_with_it() -> None:
     generation = Generation("r", 1000, may_return=True)
     progress = generation.progress.choice(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.unit.tokenizer.test_choice import EOS, LENGTH, LINE, STOP_TOKEN, SUBMISSION, Owner, encode, feed, make_choice
 from tokenloom.tokenizer.assets import TokenizerAssets
 from tokenloom.tokenizer.choice import Choice
-from tokenloom.tokenizer.events import FinishReason, PositionLogprobs
+from tokenloom.tokenizer.events import MAX_SMALL_DELTA, Delta, FinishReason, PositionLogprobs
+from tokenloom.tokenizer.outbox import Outbox
 
 
 def skipping(tiny: TokenizerAssets, num_tokens: int, *stop_strings: str) -> tuple[Choice, Owner]:
@@ -46,6 +49,23 @@ def test_logprobs_and_what_was_found_in_the_cache_go_on_behind_what_was_skipped(
     (delta,) = owner.deltas
     assert [position.token_ids for position in delta.logprobs] == [[i] for i in ids[4:7]]
     assert (delta.first_token_index, delta.num_tokens, delta.num_cached_tokens) == (4, 3, 2)
+
+
+def test_deltas_of_a_resumable_choice_are_small_and_stay_so(tiny: TokenizerAssets) -> None:
+    ids = encode(tiny, LINE) * 8
+    for width in (0, 3):
+        choice, owner = make_choice(tiny, is_resumable=True)
+        logprobs = [PositionLogprobs([i] * width, [-0.5] * width) for i in ids] if width else []
+        choice.on_tokens(0, ids, logprobs)
+        choice.on_finished(LENGTH)
+        assert owner.text == tiny.tokenizer.decode(ids)
+        assert max(delta.size for delta in owner.deltas) <= MAX_SMALL_DELTA + width
+        outbox = Outbox(1 << 20)
+        for delta in owner.deltas:
+            outbox.put(1, delta)
+        waiting = asyncio.run(outbox.take())
+        assert sum(delta.num_tokens for _, delta in waiting if isinstance(delta, Delta)) == len(ids)
+        assert max(delta.size for _, delta in waiting if isinstance(delta, Delta)) <= MAX_SMALL_DELTA + width
 
 
 def test_nothing_is_told_before_and_a_lost_engine_session_changes_nothing(tiny: TokenizerAssets) -> None:
