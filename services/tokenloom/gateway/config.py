@@ -50,6 +50,11 @@ class GatewayConfig:
         "Seconds in which a client must take 64 KiB of what waits for it, or all; it is cut otherwise.",
         parse=positive_seconds,
     )
+    max_total_buffered_bytes: int = setting(
+        256 << 20,
+        "Text held for all slow clients together; beyond it, those for whom most waits lose their requests.",
+        parse=parse_bytes,
+    )
     takeover_limit_s: float = setting(
         30.0, "Seconds that requests wait for a tokenizer when none is left, before they fail."
     )

@@ -169,6 +169,7 @@ class Generation:
         self.on_slow_reader: Callable[[], None] = _nothing
         self._max_buffered_bytes = max_buffered_bytes
         self._num_buffered_bytes = 0
+        self._num_taken_bytes = 0
         self._update = Update()
         self._texts: dict[int, list[str]] = {}
         self._has_news = asyncio.Event()
@@ -177,9 +178,9 @@ class Generation:
 
     async def next_update(self) -> Update:
         """All that is new; waits until there is something."""
-        self._is_awaited = True
+        self._is_awaited, self._num_taken_bytes = True, 0
         await self._has_news.wait()
-        self._is_awaited = False
+        self._is_awaited, self._num_taken_bytes = False, self._num_buffered_bytes
         self._busy_since_s = time.monotonic()
         self._has_news.clear()
         update = self._update
@@ -187,6 +188,11 @@ class Generation:
             update.choice(choice_index).text = "".join(texts)
         self._forget()
         return update
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Text that waits for the client, or is being written to it."""
+        return self._num_buffered_bytes + self._num_taken_bytes
 
     @property
     def can_go_on(self) -> bool:
@@ -313,10 +319,13 @@ class Generation:
             return
         is_stuck = time.monotonic() - self._busy_since_s >= SLOW_READER_PATIENCE_S
         if is_stuck or self._num_buffered_bytes > self._max_buffered_bytes * _BURST_FACTOR:
-            self._forget()
-            limit = self._max_buffered_bytes >> 10
-            self.abandon(ResourceExhausted(f"the client left more than {limit} KiB unread", reason="SLOW_READER"))
-            self.on_slow_reader()
+            self.give_up_slow_reader(f"the client left more than {self._max_buffered_bytes >> 10} KiB unread")
+
+    def give_up_slow_reader(self, why: str) -> None:
+        """Drop what waits, end the request and tell the handler."""
+        self._forget()
+        self.abandon(ResourceExhausted(why, reason="SLOW_READER"))
+        self.on_slow_reader()
 
     def _forget(self) -> None:
         self._update = Update()

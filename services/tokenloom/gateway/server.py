@@ -107,6 +107,7 @@ class GatewayStage:
             client_id,
             config.max_num_requests,
             takeover_limit_s=config.takeover_limit_s,
+            max_total_buffered_bytes=config.max_total_buffered_bytes,
             stall_timeout_s=config.stall_timeout_s,
         )
         self._is_draining = False

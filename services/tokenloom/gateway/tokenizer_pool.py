@@ -41,6 +41,7 @@ MAX_ATTEMPTS = 6
 MAX_ATTEMPTS_OVERFULL = 2
 LARGE_START_BYTES = 1 << 20
 _SENT_AT_ONCE = 16
+SWEEP_S = 1.0
 # A tokenizer that is there when the gateway starts is connected by then.
 _FIRST_CONNECT_S = 2.0
 # So long does an engine keep what a lost tokenizer ran (its default).
@@ -59,6 +60,7 @@ class TokenizerPool:
         client_id: this gateway's name in the tokenizers' logs.
         max_num_requests: requests in flight; more are refused.
         takeover_limit_s: how long requests wait for a tokenizer when none is left.
+        max_total_buffered_bytes: text that may wait for all clients together.
         stall_timeout_s: how long a tokenizer may be silent.
     """
 
@@ -70,6 +72,7 @@ class TokenizerPool:
         max_num_requests: int,
         *,
         takeover_limit_s: float = 30.0,
+        max_total_buffered_bytes: int = 256 << 20,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._clients = [
@@ -79,6 +82,8 @@ class TokenizerPool:
         for client in self._clients:
             client.has_other = partial(self._has_other, client)
         self._max_num_requests = max_num_requests
+        self._max_total_buffered_bytes = max_total_buffered_bytes
+        self._sweep_timer: asyncio.TimerHandle | None = None
         self._open: set[Generation] = set()
         self._deadlines: dict[Generation, asyncio.TimerHandle] = {}
         self._takeover_limit_s = takeover_limit_s
@@ -159,6 +164,8 @@ class TokenizerPool:
         call = Call(generation, start, loop.time(), loop.time() + timeout_s)
         self._open.add(generation)
         self._is_idle.clear()
+        if self._sweep_timer is None:
+            self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
         timer = loop.call_later(timeout_s + _DEADLINE_SLACK_S, generation.expire, late)
         self._deadlines[generation] = timer
         if client is None:
@@ -174,6 +181,21 @@ class TokenizerPool:
             timer.cancel()
         if not self._open:
             self._is_idle.set()
+            if self._sweep_timer is not None:
+                self._sweep_timer.cancel()
+                self._sweep_timer = None
+
+    def _sweep(self) -> None:
+        """Give those up for whom most waits, while more waits for all than may."""
+        self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        total = sum(generation.num_held_bytes for generation in self._open)
+        if total <= self._max_total_buffered_bytes:
+            return
+        for generation in sorted(self._open, key=lambda one: one.num_held_bytes, reverse=True):
+            total -= generation.num_held_bytes
+            generation.give_up_slow_reader("too much waits for slow clients, and most of it for this one")
+            if total <= self._max_total_buffered_bytes:
+                return
 
     async def list_models(self, api_key: str) -> list[ModelInfo]:
         """The models served, for the caller with this key. Raises: TokenloomError."""

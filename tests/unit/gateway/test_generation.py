@@ -281,3 +281,20 @@ def test_text_that_an_end_sets_free_is_not_told_to_a_client_that_is_back_with_it
     assert (update.choices[0].text, update.choices[0].finish) == ("", Finish("length"))
     assert generation.can_go_on
     assert not generation.progress.has_all_ids
+
+
+def test_what_is_being_written_counts_as_held_until_the_handler_comes_back() -> None:
+    async def test() -> None:
+        generation = Generation("r", 1000)
+        add(generation, 0, "x" * 500, 1)
+        await generation.next_update()
+        assert generation.num_held_bytes == 500
+        add(generation, 0, "x" * 100, 1)
+        assert generation.num_held_bytes == 600
+        await generation.next_update()
+        waiting = asyncio.create_task(generation.next_update())
+        await asyncio.sleep(0)
+        assert generation.num_held_bytes == 0
+        waiting.cancel()
+
+    asyncio.run(test())

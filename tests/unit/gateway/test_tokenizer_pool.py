@@ -284,3 +284,21 @@ def test_a_gateway_that_has_just_started_lets_requests_wait_for_its_first_sessio
             submit(pool, "late")
 
     asyncio.run(story())
+
+
+def test_while_too_much_waits_for_all_clients_those_for_whom_most_waits_lose_their_requests(
+    clients: list[NotingClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_pool, "SWEEP_S", 0.01)
+
+    async def story() -> None:
+        pool = TokenizerPool(["a"], "", "", 10, max_total_buffered_bytes=5000)
+        sizes = {"much": 2900, "more": 4000, "little": 100, "half": 2000}
+        open_ones = {name: submit(pool, name) for name in sizes}
+        for name, generation in open_ones.items():
+            generation.add_text(0, "x" * sizes[name], 0, 1, [7])
+        await asyncio.sleep(0.1)
+        assert clients[0].cancelled == ["more"]  # 5,000 bytes are left
+        assert [name for name, generation in open_ones.items() if generation.is_over] == ["more"]
+
+    asyncio.run(story())
