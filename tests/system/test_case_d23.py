@@ -28,8 +28,8 @@ NUM_RUNNING, NUM_QUEUED = 5, 5
 NUM_TOKENS = 200
 MANY_TOKENS = 400
 SHORT_S = 0.3
-STOP_LIMIT_S = 10.0  # behind the grace period; a busy machine takes its time
-LIMIT_S = 150.0
+STOP_LIMIT_S = 10.0  # behind the grace period, for a busy machine
+LIMIT_S = 240.0
 SETTINGS: dict[str, dict[str, object]] = {
     "gateway-1": {"grace_s": SHORT_S},
     "tokenizer-1": {"grace_s": SHORT_S},
@@ -212,7 +212,7 @@ def test_d23_each_stage_ends_well_and_no_stream_just_stops() -> None:
                 await asyncio.sleep(0.02)
             await tokenizer_without_time(cluster, expected)
             await restarted_without_time(cluster, "scheduler", "requests are left to the next engine", expected)
-            await restarted_without_time(cluster, "executor", "executor lost (the executor ended the stream)", expected)
+            await restarted_without_time(cluster, "executor", "requests wait for the next one", expected)
             await second_signal(cluster)
             left = ["tokenizer-0", "scheduler", "executor"]
             for stage in left:

@@ -24,7 +24,7 @@ TEXT = "Write a short story about a brave little fox who wanted to learn mathema
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.6, "seed": 11}
 NUM_CLIENTS = 8
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 Request = tuple[str, dict[str, Any]]
 
 

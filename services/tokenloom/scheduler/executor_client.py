@@ -137,7 +137,8 @@ class ExecutorClient:
             except grpc.aio.AioRpcError as error:
                 problem = from_rpc_error(error)
                 is_no_crash = is_up and (self._is_draining or problem.reason == _REPLACED)
-                self._report(str(problem), is_expected=isinstance(problem, Unavailable | DeadlineExceeded))
+                is_expected = is_no_crash or isinstance(problem, Unavailable | DeadlineExceeded)
+                self._report(str(problem), is_expected=is_expected)
             except TokenloomError as error:
                 self._report(str(error), is_expected=isinstance(error, Unavailable) and not is_up)
             except Exception:  # whatever it was, a new epoch starts from the tokens that are known
