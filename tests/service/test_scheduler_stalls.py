@@ -86,7 +86,7 @@ def test_a_stopped_executor_is_lost_within_the_stall_timeout_and_its_requests_go
             if has_plans:
                 await tokenizer.send(submits=[submit(1, [5, 6, 7], 20)])
             took_s = await until_ready(stage, False)
-            assert STALL_S * 0.6 <= took_s <= STALL_S + 2.0
+            assert STALL_S * 0.3 <= took_s <= STALL_S + 2.0
             await load_that(tokenizer, waits=True)
             if not has_plans:
                 await tokenizer.send(submits=[submit(1, [5, 6, 7], 20)])  # taken: it waits for the executor

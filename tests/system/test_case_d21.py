@@ -23,11 +23,12 @@ from tests.stage_process import until
 
 STALL_S = 1.5
 RED_LIMIT_S = 5.0
+LIMIT_S = 150  # an executor's restart takes half a minute on a very busy machine
 SLOW_S = 0.01
 BODY: dict[str, Any] = {
     "model": "tiny-llama",
     "prompt": "The fox",
-    "max_tokens": 100,
+    "max_tokens": 60,
     "temperature": 0,
     "stream": True,
     "ignore_eos": True,
@@ -44,7 +45,7 @@ class Site:
 
     def post(self, body: dict[str, Any]) -> Any:
         """The joined answer of a stream."""
-        with self.cluster.client() as client:
+        with self.cluster.client(timeout=LIMIT_S) as client:
             answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return joined(answer.text)
@@ -56,7 +57,10 @@ class Site:
         has_begun = threading.Event()
 
         def read() -> None:
-            with self.cluster.client() as client, client.stream("POST", "/v1/completions", json=BODY) as answer:
+            with (
+                self.cluster.client(timeout=LIMIT_S) as client,
+                client.stream("POST", "/v1/completions", json=BODY) as answer,
+            ):
                 for line in answer.iter_lines():
                     text.append(f"{line}\n")
                     if len(text) > 20:
@@ -68,7 +72,7 @@ class Site:
         try:
             yield
         finally:
-            thread.join(60)
+            thread.join(LIMIT_S)
         assert joined("".join(text)) == self.undisturbed
 
     def waits_for(self) -> str:
@@ -91,7 +95,7 @@ class Site:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     limits = {"heartbeat_s": STALL_S / 5, "stall_timeout_s": STALL_S}
     settings: dict[str, dict[str, object]] = {
-        "scheduler": {**limits, "step_timeout_s": STALL_S},
+        "scheduler": {**limits, "step_timeout_s": STALL_S, "executor_wait_s": LIMIT_S},
         "tokenizer": dict(limits),
         "gateway": {"stall_timeout_s": STALL_S},
     }
@@ -115,7 +119,7 @@ def test_a_killed_stage_turns_readiness_red_within_5_s_and_all_come_back(site: S
     assert not site.waits_for()
 
 
-@pytest.mark.parametrize("stage", ["executor", "scheduler", "tokenizer"])
+@pytest.mark.parametrize("stage", ["scheduler", "tokenizer"])
 def test_a_stopped_stage_is_found_within_the_stall_limit_and_all_is_well_when_it_goes_on(
     site: Site, stage: str
 ) -> None:
@@ -123,9 +127,9 @@ def test_a_stopped_stage_is_found_within_the_stall_limit_and_all_is_well_when_it
     with cluster.logs_on_failure(), site.streaming():
         cluster.kill(stage, signal.SIGSTOP)
         try:
-            assert site.seconds_until_red(STALL_S + RED_LIMIT_S) > STALL_S / 2
+            assert site.seconds_until_red(STALL_S + RED_LIMIT_S) > STALL_S / 5
             assert site.waits_for() == stage, "it says what is missing"
-            if stage != "tokenizer":
+            if stage == "scheduler":
                 assert not cluster.is_serving("tokenizer")
         finally:
             cluster.kill(stage, signal.SIGCONT)
@@ -159,9 +163,10 @@ def test_a_long_prefill_never_turns_red(site: Site) -> None:
         site.orders.withdraw()
 
 
-def test_when_an_executor_stays_away_requests_fail_with_503_and_are_refused_until_it_is_back(
+def test_a_stopped_executor_is_found_and_when_it_stays_away_requests_fail_with_503(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that run, one with an error event, and new ones at once; when it goes on all is well."""
     cluster = site.cluster
     cluster.stop_stage("scheduler")
     monkeypatch.setitem(cluster._settings["scheduler"], "executor_wait_s", 1.0)
@@ -181,6 +186,9 @@ def test_when_an_executor_stays_away_requests_fail_with_503_and_are_refused_unti
         until(lambda: cluster.metrics("scheduler")["tokenloom_num_requests_running"] == 2, 10, "they do not run")
         cluster.kill("executor", signal.SIGSTOP)
         try:
+            assert site.seconds_until_red(STALL_S + RED_LIMIT_S) > STALL_S / 5
+            assert site.waits_for() == "executor"
+            assert not cluster.is_serving("tokenizer")
             for thread in threads:
                 thread.join(20)
             began_s = time.monotonic()
