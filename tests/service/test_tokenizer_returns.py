@@ -79,6 +79,9 @@ def test_choices_whose_ends_were_told_count_by_their_numbers_and_are_not_made_ag
             answer = await text_of(stack, resumable(**asked, finished_choices=[0, 1]))
             assert answer.kinds == ["accepted", "completed"]
             assert answer.usage.num_generated_tokens == 7 + 40
+            asked["num_skipped_tokens"] = {0: 0, 1: 40}
+            answer = await text_of(stack, resumable(**asked, finished_choices=[0, 1]))
+            assert answer.kinds == ["accepted", "completed"], "not told again, whatever the number"
 
     run(scenario())
 

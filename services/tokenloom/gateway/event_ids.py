@@ -170,7 +170,8 @@ def _choices_of(text: str, num_choices: int) -> dict[int, ToldChoice]:
         if (match := _CHOICE.fullmatch(part)) is None:
             raise _refusal("is no id of an event that this endpoint told")
         index, num_tokens, num_cached = (int(group or 0) for group in match.groups()[:3])
-        if index >= num_choices or index in choices or max(num_tokens, num_cached) > _MAX_U32:
+        has_end_without_tokens = match[4] != "" and num_tokens == 0
+        if index >= num_choices or index in choices or max(num_tokens, num_cached) > _MAX_U32 or has_end_without_tokens:
             raise _refusal("does not fit the request: the body must be the one that was sent first")
         choices[index] = ToldChoice(num_tokens, num_cached, match[4] != "", match[4] == "e")
     return choices

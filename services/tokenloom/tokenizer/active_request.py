@@ -152,7 +152,7 @@ class ActiveRequest:
         options = self.request.options
         num_tokens = options.num_skipped_tokens.get(choice.index, 0)
         check_num_skipped(num_tokens, choice.submission.stop.max_tokens, self._info)
-        if num_tokens and choice.index in options.finished_choices:
+        if options.num_skipped_tokens and choice.index in options.finished_choices:
             choice.set_ended((), num_tokens)
         else:
             choice.skip(num_tokens)

@@ -83,6 +83,8 @@ def test_the_longest_id_of_all_is_taken() -> None:
         f"{REQUEST_ID}:0:1,0:2",
         f"{REQUEST_ID}:0:1 ,1:2",
         f"{REQUEST_ID}:0:1x",
+        f"{REQUEST_ID}:0:0e",
+        f"{REQUEST_ID}:0:0t",
         f"{REQUEST_ID}:0:1te",
         f"{REQUEST_ID}:0:1+",
         f"{REQUEST_ID}:0:1e+3",
