@@ -27,7 +27,7 @@ MARKER = 0  # a token that is in no text: the prompts of requests that faults ar
 SHAPES: Mapping[str, Shape] = {
     "queued": Shape(num_streams=144, max_tokens=48, seed=1),  # about twice as many choices as may run
     "prefill": Shape(prompt_words=350, max_tokens=24, seed=2),
-    "decode": Shape(seed=3),
+    "decode": Shape(max_tokens=80, seed=3),
 }
 _LOAD_OF: Mapping[Moment, str] = {"last": "decode", "recovery": "decode"}
 _CALM_LIMIT_S = 15.0

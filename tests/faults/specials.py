@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from tests.faults.grid import MARGIN_S, Outcome, outcome_of
+from tests.faults.grid import MARGIN_S, Outcome, outcome_of, strike
 from tests.faults.load import COMPLETIONS, GREEDY, Answer, Call
 from tests.faults.site import MARKER, Running, Site
 from tests.stage_process import until
@@ -124,7 +124,7 @@ async def scheduler_while_executor_starts(site: Site) -> Outcome:
 
 
 async def full_disk(site: Site) -> Outcome:
-    """Neither the recorder's file nor its folder can be written; the executor is killed, which makes it save."""
+    """Neither the recorder's file nor its folder can be written; the executor is lost, which makes it save."""
     began_s = time.monotonic()
     cluster = site.cluster
     recording: dict[str, object] = {
@@ -134,11 +134,8 @@ async def full_disk(site: Site) -> Outcome:
     try:
         await asyncio.to_thread(_restart_scheduler, site, ["-c", _ON_A_FULL_DISK], recording)
         async with site.under_load("decode") as running:
-            struck_s = time.monotonic()
-            cluster.kill("executor")
-            await asyncio.sleep(0.5)
-            took_s = await asyncio.to_thread(_all_serve, site, struck_s)
-            outcome = await _outcome(running, "full disk for the recorder, executor kill", "decode", began_s, took_s)
+            took_s = await asyncio.to_thread(strike, site, "executor", "cut", 0.0)
+            outcome = await _outcome(running, "full disk for the recorder, executor cut", "decode", began_s, took_s)
         told = cluster.log("scheduler")
     finally:
         await asyncio.to_thread(_restart_scheduler, site, None, {})

@@ -16,7 +16,7 @@ from tests.faults.grid import Kind, Outcome, run_cell
 from tests.faults.site import Moment, Site, running_site
 
 _STALL_S = 2.0
-_STAND_S = 3.5
+_STAND_S = 3.0
 _LIMIT_S = 120.0
 
 
@@ -60,7 +60,6 @@ def faults() -> Iterator[SiteOfModule]:
         ("scheduler", "kill", "recovery"),
         ("scheduler", "cut", "decode"),
         ("tokenizer-0", "kill", "decode"),
-        ("tokenizer-0", "truncate", "decode"),
         ("tokenizer-0", "blackhole", "last"),
     ],
 )
