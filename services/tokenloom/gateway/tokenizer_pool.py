@@ -1,10 +1,10 @@
 """All tokenizers that a gateway knows: the choice among them, and what happens when a session is lost.
 
-A request whose session was lost goes on through another one, behind the tokens that were taken of it: at once if a
-healthy tokenizer is there, else as soon as one is. The engine keeps what runs for a while (takeover_s, 10 s), so it is
-not computed again if that is soon. New requests wait too, for as long as the last tokenizer may be on its way back;
-the time of a drain, in which it runs what it has and takes nothing new, does not count. A tokenizer whose engine is
-away keeps new requests itself.
+A request whose session was lost goes on through another one, behind the tokens that were taken of it: at once if there
+is a tokenizer that is healthy or only waits for its engine, else as soon as one is. The engine keeps what runs for a
+while (takeover_s, 10 s), so it is not computed again if that is soon. New requests wait too, for as long as the last
+tokenizer may be on its way back; the time of a drain, in which it runs what it has and takes nothing new, does not
+count. A tokenizer whose engine is away keeps requests itself.
 
 A session that ended because something was too large for it would end again with the same request, and with it all its
 neighbours. So large requests are not sent again then, and others only once unless they went on. The like holds for a
@@ -217,13 +217,10 @@ class TokenizerPool:
         """The healthy tokenizer with the fewest choices in flight."""
         return _least_busy(client for client in self._clients if client.is_serving)
 
-    def _find_waiting(self) -> TokenizerClient | None:
-        """One whose engine waits for its executor: requests wait there as well as here, and longer."""
-        return _least_busy(client for client in self._clients if client.waits_for_executor)
-
     def _find_keeping(self) -> TokenizerClient | None:
-        """One whose engine is away for a while."""
-        return self._find_waiting() or _least_busy(client for client in self._clients if client.has_served)
+        """One whose engine is away for a while, or waits for its executor: requests wait there as well as here."""
+        waiting = _least_busy(client for client in self._clients if client.waits_for_executor)
+        return waiting or _least_busy(client for client in self._clients if client.has_served)
 
     def _find_any(self) -> TokenizerClient | None:
         """One that is there, whatever it answers."""
@@ -257,7 +254,7 @@ class TokenizerPool:
         self._submit_waiting()
 
     def _wait_for_session(self, call: Call, limit_s: float, lost: TokenloomError) -> None:
-        """Keep a call until a healthy tokenizer is there, for `limit_s` seconds or what the call's own time allows."""
+        """Keep a call until a tokenizer takes it, for `limit_s` seconds or what the call's own time allows."""
         loop = asyncio.get_running_loop()
         end_s, error = loop.time() + limit_s, lost
         if call.deadline_s < end_s:  # there is no tokenizer to end it
@@ -274,7 +271,7 @@ class TokenizerPool:
     def _send_some(self) -> None:
         self._is_sending = False
         for generation in list(itertools.islice(self._waiting, _SENT_AT_ONCE)):
-            client = self._find_healthy() or self._find_waiting()
+            client = self._find_healthy() or self._find_keeping()
             if client is None:
                 return
             call = self._waiting.pop(generation)

@@ -302,3 +302,19 @@ def test_while_too_much_waits_for_all_clients_those_for_whom_most_waits_lose_the
         assert [name for name, generation in open_ones.items() if generation.is_over] == ["more"]
 
     asyncio.run(story())
+
+
+def test_what_a_tokenizer_gave_back_waits_at_another_one_whose_engine_is_away(clients: list[NotingClient]) -> None:
+    async def story() -> None:
+        pool = TokenizerPool(["a", "b"], "", "", 10)
+        for client in clients:
+            client.is_serving = False
+        clients[1].num_choices = 1
+        generation = submit(pool, "r")
+        assert [call.generation for call in clients[0].calls] == [generation]
+        clients[0].is_draining = True
+        given_back, clients[0].calls = clients[0].calls, []
+        clients[0].on_lost(given_back, False)
+        assert clients[1].calls == given_back, "its engine may still run it, and has the time of its own drain"
+
+    asyncio.run(story())
