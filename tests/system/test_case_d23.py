@@ -188,7 +188,7 @@ async def restarted_without_time(cluster: Cluster, stage: str, told: str, expect
 
 async def second_signal(cluster: Cluster) -> None:
     async with cluster.async_client(0) as client:
-        streams = Streams(client)
+        streams = Streams(client, MANY_TOKENS)
         await streams.have_begun()
         cluster.stages["gateway-0"].exit_codes.clear()
         async with ended_by(cluster, "gateway-0", 0.0, code=1):

@@ -23,7 +23,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "Write a short story about a brave little fox who wanted to learn mathematics, the moon, the stars, the sea"
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.6, "seed": 11}
-NUM_CLIENTS = 8
+NUM_CLIENTS = 6
 LIMIT_S = 240.0
 Request = tuple[str, dict[str, Any]]
 

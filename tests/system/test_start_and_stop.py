@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import openai
@@ -59,8 +60,18 @@ def test_killed_stages_are_started_again_and_ctrl_c_stops_all(tiny_model: Path) 
         alarms = [line for line in stack.lines[num_lines:] if " warning " in line or " error " in line]
         assert not alarms, "a stage that was told to stop is no cause for alarm"
         pids = stack.stage_pids()
+        chunks = long_stream(stack, "one")
+        next(chunks)
         assert stack.stop() == 0
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length", "what runs may finish"
         assert not any(is_alive(pid) for pid in pids.values())
+
+
+def long_stream(stack: Stack, api_key: str) -> Iterator[Any]:
+    stream = stack.client(api_key).completions.create(
+        model="tiny-llama", prompt="The fox", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    return iter(stream)
 
 
 def kill_and_wait_for_recovery(stack: Stack, stage: str, number: int = signal.SIGKILL) -> None:
