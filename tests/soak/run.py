@@ -17,7 +17,7 @@ from tokenloom.api.v1 import engine_pb2
 
 KILLED_IN_TURN = ("executor", "scheduler", "tokenizer-0", "tokenizer-1")
 MAX_SLOPE_MIB = 1.0
-_NUM_BLOCKS = 4096  # so few that the prefix cache is full after half a minute and grows no more
+_NUM_BLOCKS = 2048  # so few that all were used, and the prefix cache is full, when a process is warm
 _NUM_CLIENTS = 48
 _FINISH_LIMIT_S = 120.0
 _CALM_LIMIT_S = 20.0
@@ -33,7 +33,8 @@ class Plan:
         capacity_s: measuring how much the stack can do.
         share: of that, offered.
         abort_share: of the requests, given up by their clients.
-        warm_up_s: of each process's life, left out of the slope of its memory.
+        warm_up_s: of each process's life, left out of the slope of its memory: KV memory is touched for the first time,
+            caches fill. On a machine with much else to do that takes longer.
         least_life_s: shorter lives, without the warm-up, have no slope.
     """
 
@@ -42,7 +43,7 @@ class Plan:
     capacity_s: float = 15.0
     share: float = 0.8
     abort_share: float = 0.1
-    warm_up_s: float = 60.0
+    warm_up_s: float = 90.0
     least_life_s: float = 60.0
 
 
