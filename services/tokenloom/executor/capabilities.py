@@ -48,19 +48,24 @@ def default_sampling(causal_lm: Any) -> SamplingParams:
     )
 
 
-def model_len(causal_lm: Any, wanted: int) -> int:
+def own_model_len(causal_lm: Any) -> int | None:
+    """The longest sequence that the model's config allows, in tokens; None if it does not say."""
+    own = getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)
+    return None if own is None else int(own)
+
+
+def model_len(own: int | None, wanted: int) -> int:
     """The longest sequence to serve: `wanted` tokens, or the model's own limit for 0.
 
     Raises: SetupError if the model cannot go so far.
     """
-    own = getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)
-    if own is None:
+    if not own:
         if not wanted:
             raise SetupError("the model's config does not say how long sequences may be; set --max-model-len")
         return wanted
-    if wanted > int(own):
+    if wanted > own:
         raise SetupError(f"--max-model-len {wanted} is more than the model's own limit of {own} tokens")
-    return wanted or int(own)
+    return wanted or own
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -40,6 +40,12 @@ class ExecutorConfig:
         "Seconds without any progress of a plan after which the executor says that it is not alive; 0: never.",
         parse=non_negative_seconds,
     )
+    cpu_kernels: str = setting(
+        "auto",
+        "On CPUs: our own kernels (GGUF weights of the Llama shape, kept packed) or torch; auto: ours where they fit, "
+        "unless --dtype or --attention-backend are set.",
+        choices=("auto", "native", "torch"),
+    )
     attention_backend: str = setting(
         "auto", "How attention is computed; auto: the fastest that fits.", choices=("auto", "torch")
     )

@@ -9,17 +9,17 @@ position has to give the distribution that the model gives by itself: one that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tokenloom.executor.attention import AttentionBackend, LayerAttention, PagedStep, Step, UnsupportedAttention
-from tokenloom.executor.batch import build_batch
+from tokenloom.executor.batch import Batch, build_batch
 from tokenloom.executor.gate import ModelLayout, ModelRefused
-from tokenloom.executor.kv_cache import KVCache
+from tokenloom.executor.kv_cache import KVCache, LayerShape
 from tokenloom.executor.model import PagedModel
 from tokenloom.executor.plan import SamplingParams
 from tokenloom.executor.rows import Row, ScheduledRow
@@ -47,14 +47,20 @@ def probe(model: PagedModel, backend: AttentionBackend, layout: ModelLayout, blo
         the paged cache, or cannot now (memory may be short).
     """
     name = type(model.causal_lm).__name__
-    rows = [[(7 + 11 * k + 31 * i * i) % model.vocab_size for i in range(num)] for k, num in enumerate(_NUM_TOKENS)]
+    rows = probe_rows(model.vocab_size)
     # SDPA knows neither soft-capping nor sinks.
     by_hand = layout.has_sinks or any(layer.softcap is not None for layer in layout.layers)
     implementation = "eager" if by_hand else "sdpa"
     try:
         with torch.inference_mode(), _narrow_windows(model) as window:
             plain = [model.plain_logits(torch.tensor([ids], device=model.device), implementation) for ids in rows]
-            paged = _paged_logits(_Setup(model, backend, layout, block_size), rows, window)
+            cache = unwritten_cache(layout.shapes, block_size, model.dtype, model.device)
+
+            def run(batch: Batch) -> Tensor:
+                step = _NarrowedStep(PagedStep(backend, cache, batch.metadata), window)
+                return model.logits(model.hidden_states(batch.input_ids, batch.positions, step))
+
+            paged = paged_logits(run, rows, block_size, model.device)
     except (UnsupportedAttention, TypeError, AttributeError, RuntimeError) as error:
         raise ModelRefused(f"{name} does not run over the paged cache: {error}") from error
     divergence = worst_divergence(torch.cat(plain), torch.cat(paged))
@@ -101,42 +107,44 @@ class _NarrowedStep:
         return self._step.run(query, key, value, layer)
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """What the paged side runs on."""
-
-    model: PagedModel
-    backend: AttentionBackend
-    layout: ModelLayout
-    block_size: int
+def probe_rows(vocab_size: int) -> list[list[int]]:
+    """The token ids of the probe's two rows."""
+    return [[(7 + 11 * k + 31 * i * i) % vocab_size for i in range(num)] for k, num in enumerate(_NUM_TOKENS)]
 
 
-def _paged_logits(setup: _Setup, token_ids: list[list[int]], window: int | None) -> list[Tensor]:
-    """Logits of all positions, `[num_tokens, vocab_size]` for each row, over the steps of `_STEP_ENDS`."""
-    model, block_size = setup.model, setup.block_size
-    blocks_per_row = -(-max(_NUM_TOKENS) // block_size)
-    cache = _unwritten_cache(setup, 2 * blocks_per_row + 1)
+def paged_logits(
+    run: Callable[[Batch], Tensor], token_ids: list[list[int]], block_size: int, device: torch.device
+) -> list[Tensor]:
+    """Logits of all positions, `[num_tokens, vocab_size]` for each row, over the steps of `_STEP_ENDS`.
+
+    Args:
+        run: a step over a cache of `num_probe_blocks` blocks; gives the logits of all its tokens.
+    """
+    num_blocks = num_probe_blocks(block_size)
     rows = [
-        Row(k, "probe", len(ids), ids, SamplingParams(), block_ids=list(range(2 * blocks_per_row - k, 0, -2)))
+        Row(k, "probe", len(ids), ids, SamplingParams(), block_ids=list(range(num_blocks - 1 - k, 0, -2)))
         for k, ids in enumerate(token_ids)
     ]
     parts: list[list[Tensor]] = [[], []]
     starts: tuple[int, ...] = (0, 0)
     for ends in _STEP_ENDS:
         scheduled = [ScheduledRow(row, first, end) for row, first, end in zip(rows, starts, ends, strict=True)]
-        batch = build_batch(scheduled, block_size, model.device)
-        step = _NarrowedStep(PagedStep(setup.backend, cache, batch.metadata), window)
-        logits = model.logits(model.hidden_states(batch.input_ids, batch.positions, step))
+        batch = build_batch(scheduled, block_size, device)
+        logits = run(batch)
         for first_token, s in zip(batch.first_tokens, batch.rows, strict=True):
             parts[s.row.row_id].append(logits[first_token : first_token + s.num_tokens])
         starts = ends
     return [torch.cat(of_row) for of_row in parts]
 
 
-def _unwritten_cache(setup: _Setup, num_blocks: int) -> KVCache:
-    """KV memory full of NaN: what a row has not written must not reach its result."""
-    model = setup.model
-    cache = KVCache(setup.layout.shapes, num_blocks, setup.block_size, model.dtype, model.device)
+def num_probe_blocks(block_size: int) -> int:
+    """Blocks that the probe's rows take, and the null block."""
+    return 2 * -(-max(_NUM_TOKENS) // block_size) + 1
+
+
+def unwritten_cache(shapes: list[LayerShape], block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """KV memory for the probe, full of NaN: what a row has not written must not reach its result."""
+    cache = KVCache(shapes, num_probe_blocks(block_size), block_size, dtype, device)
     for keys, values in cache.layers:
         keys.fill_(math.nan)
         values.fill_(math.nan)

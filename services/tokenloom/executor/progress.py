@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+
 
 class Progress:
     """A count that rises with every layer, every slice of logits and every plan that was run.
 
-    Written by the model's thread alone, read by any: an attribute's assignment is atomic.
+    Written by the model's thread alone, or by kernels that it has called; read by any.
 
     Attributes:
+        counter: the count, for kernels.
         is_busy: a plan is being run.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.counter = ctypes.c_int64(0)
         self.is_busy = False
+
+    @property
+    def count(self) -> int:
+        """How far it is."""
+        return self.counter.value
 
     def advance(self) -> None:
         """Something was done."""
-        self.count += 1
+        self.counter.value += 1

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenloom.common.errors import Internal, InvalidArgument
-from tokenloom.executor.attention import AttentionBackend, PagedStep
 from tokenloom.executor.batch import Batch, build_batch
-from tokenloom.executor.gate import ModelLayout
+from tokenloom.executor.forward import ForwardPass
 from tokenloom.executor.kv_cache import KVCache
-from tokenloom.executor.model import PagedModel
 from tokenloom.executor.plan import Plan, PromptLogprobs, Result, RowFailure, SampledRow, StepTimings, TokenLogprobs
 from tokenloom.executor.progress import Progress
 from tokenloom.executor.row_checks import Limits
@@ -33,9 +31,7 @@ LOGITS_SLICE = 256
 class RunnerParts:
     """What a runner is made of."""
 
-    model: PagedModel
-    layout: ModelLayout
-    backend: AttentionBackend
+    forward: ForwardPass
     sampler: Sampler
     limits: Limits
     max_num_blocks: int
@@ -51,7 +47,7 @@ class Runner:
     def __init__(self, parts: RunnerParts) -> None:
         self.progress = Progress()
         self._parts = parts
-        self._rows = RowTable(parts.limits, parts.model.device)
+        self._rows = RowTable(parts.limits, parts.forward.device)
         self._cache: KVCache | None = None
 
     @property
@@ -69,9 +65,8 @@ class Runner:
             raise InvalidArgument(f"{num_blocks} blocks; from 2 to {parts.max_num_blocks} fit", field="num_blocks")
         if self._cache is None or self._cache.num_blocks != num_blocks:
             self._cache = None  # free the old memory before the new is taken
-            self._cache = KVCache(
-                parts.layout.shapes, num_blocks, parts.limits.block_size, parts.model.dtype, parts.model.device
-            )
+            forward, block_size = parts.forward, parts.limits.block_size
+            self._cache = KVCache(forward.shapes, num_blocks, block_size, forward.kv_dtype, forward.device)
         self._rows.begin_epoch(num_blocks)
 
     @torch.inference_mode()
@@ -90,10 +85,9 @@ class Runner:
         timings = StepTimings()
         if good:
             try:
-                batch = build_batch(good, self._parts.limits.block_size, self._parts.model.device)
-                step = PagedStep(self._parts.backend, self._cache, batch.metadata, self.progress)
+                batch = build_batch(good, self._parts.limits.block_size, self._parts.forward.device)
                 timings.prepare_us = clock.lap_us()
-                hidden = self._parts.model.hidden_states(batch.input_ids, batch.positions, step)
+                hidden = self._parts.forward.hidden_states(batch, self._cache, self.progress)
                 sampling = [i for i, s in enumerate(batch.rows) if s.is_sampling]
                 logits = self._last_logits(batch, sampling, hidden)
                 timings.forward_us = clock.lap_us()
@@ -112,7 +106,7 @@ class Runner:
         last = [batch.first_tokens[i] + batch.rows[i].num_tokens - 1 for i in sampling]
         if not last:
             return hidden.new_empty((0, self._parts.limits.vocab_size))
-        return self._parts.model.logits(hidden if len(last) == hidden.shape[0] else hidden[last])
+        return self._parts.forward.logits(hidden if len(last) == hidden.shape[0] else hidden[last])
 
     def _sample(self, scheduled: list[ScheduledRow], logits: Tensor) -> list[SampledRow]:
         """Sample for rows in their order and append the tokens to their ids."""
@@ -144,7 +138,7 @@ class Runner:
                 stop = min(start + LOGITS_SLICE, end)
                 offset = first_token - s.first
                 self.progress.advance()
-                logits = self._parts.model.logits(hidden[offset + start : offset + stop])
+                logits = self._parts.forward.logits(hidden[offset + start : offset + stop])
                 if not bool(logits.isfinite().all()):
                     row.failure = Internal("the model's logits are not finite", reason="LOGITS_NOT_FINITE")
                     break

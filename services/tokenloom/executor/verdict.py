@@ -50,7 +50,7 @@ def _key(source: ModelSource, model: PagedModel, backend: AttentionBackend, bloc
     parts = [
         source.weights_fingerprint(),
         __version__,
-        _code_digest(),
+        code_digest(),
         str(torch.__version__),
         transformers.__version__,
         backend.name,
@@ -58,20 +58,20 @@ def _key(source: ModelSource, model: PagedModel, backend: AttentionBackend, bloc
         str(model.dtype),
         str(block_size),
         torch.backends.cpu.get_cpu_capability(),
-        _cpu_flags(),
+        cpu_flags(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _code_digest() -> str:
+def code_digest() -> str:
     """Digest of this stage's sources."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
     """Instruction sets as Linux lists them; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -17,7 +17,7 @@ from tokenloom.common.errors import SetupError
 from tokenloom.common.model_files import ModelSource, resolve_model
 from tokenloom.executor import model_loader
 from tokenloom.executor.build import build_executor
-from tokenloom.executor.capabilities import default_sampling, eos_token_ids, model_len
+from tokenloom.executor.capabilities import default_sampling, eos_token_ids, model_len, own_model_len
 from tokenloom.executor.config import ExecutorConfig
 from tokenloom.executor.model_loader import LoadOptions, choose_device, choose_dtype, load_causal_lm, weights_folder
 
@@ -183,9 +183,9 @@ def test_sampling_defaults_and_end_tokens_come_from_the_generation_config(folder
 
 def test_a_context_longer_than_the_models_is_refused(folder: Path) -> None:
     causal_lm = load_causal_lm(resolve_model(str(folder)), FP32)
-    assert (model_len(causal_lm, 0), model_len(causal_lm, 100)) == (1024, 100)
+    assert (model_len(own_model_len(causal_lm), 0), model_len(own_model_len(causal_lm), 100)) == (1024, 100)
     with pytest.raises(SetupError, match="2000 is more than the model's own limit of 1024"):
-        model_len(causal_lm, 2000)
+        model_len(own_model_len(causal_lm), 2000)
 
 
 def config_of(folder: Path, **changes: Any) -> ExecutorConfig:

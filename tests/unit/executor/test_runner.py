@@ -11,6 +11,7 @@ import torch
 from tests.tiny_models import Family, make_tiny_model
 from tokenloom.common.errors import InvalidArgument
 from tokenloom.executor.attention_torch import TorchAttention
+from tokenloom.executor.forward import TorchForward
 from tokenloom.executor.gate import record_layout
 from tokenloom.executor.model import PagedModel
 from tokenloom.executor.plan import NewRow, Plan, PlannedRow, PromptLogprobs, Result, SamplingParams
@@ -70,7 +71,7 @@ class Driver:
 def make_runner(causal_lm: Any, max_num_batched_tokens: int = 600, max_model_len: int = 1024) -> Runner:
     model = PagedModel(causal_lm)
     limits = Limits(model.vocab_size, max_model_len, BLOCK, 32, max_num_batched_tokens)
-    return Runner(RunnerParts(model, record_layout(model), TorchAttention(), Sampler((2,)), limits, 1000))
+    return Runner(RunnerParts(TorchForward(model, record_layout(model), TorchAttention()), Sampler((2,)), limits, 1000))
 
 
 @pytest.fixture
