@@ -69,6 +69,18 @@ class Answer:
     num_events: int = 0
     error: str = ""
     result: dict[str, Any] | None = None
+    is_stream_over: bool = False
+
+    def read(self) -> None:
+        """Put a stream that is over together, and see whether an answer is whole.
+
+        That takes milliseconds each, so it is done when all streams are over: it would hold the others' events up, and
+        look like a pause of theirs.
+        """
+        if self.is_stream_over and self.result is None:
+            self.result = joined("".join(text for _, text in self.parts))
+        if self.result is not None:
+            self.error = incomplete(self.result)
 
     def longest_gap_s(self, since_s: float) -> float | None:
         """The longest time without an event that ended after `since_s`; None if no event came before and after."""
@@ -94,7 +106,13 @@ class Load:
     async def run(self) -> list[Answer]:
         """Send all calls; returns when all are over, however they ended."""
         await asyncio.gather(*(self._send(i) for i in range(len(self.calls))))
+        self.read()
         return self.answers
+
+    def read(self) -> None:
+        """Put the answers together that are over."""
+        for answer in self.answers:
+            answer.read()
 
     async def until(self, holds: Callable[[Load], bool], limit_s: float) -> None:
         """Wait until something holds of the events that have come. Raises: TimeoutError."""
@@ -118,7 +136,7 @@ class Load:
         try:
             if call.is_stream:
                 await self._stream(client, call, answer)
-                answer.result = joined("".join(text for _, text in answer.parts))
+                answer.is_stream_over = True
             else:
                 response = await client.post(call.path, json=call.body)
                 if response.status_code != 200:
@@ -128,8 +146,6 @@ class Load:
             answer.error = str(failure)
         except (httpx.HTTPError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
-        if answer.result is not None:
-            answer.error = incomplete(answer.result)
         self._changed.set()
 
     async def _stream(self, client: httpx.AsyncClient, call: Call, answer: Answer) -> None:

@@ -207,6 +207,7 @@ class Running:
     async def verdict(self) -> Verdict:
         """Wait for all answers and judge them."""
         done, _ = await asyncio.wait([self.task], timeout=_LOAD_LIMIT_S)
+        self.load.read()
         lost, wrong, pauses = [], [], []
         found = self.load.answers[self.num_more :]
         for number, (answer, other) in enumerate(zip(found, self.expected.answers, strict=True)):
