@@ -196,7 +196,7 @@ def test_the_only_tokenizer_is_killed_early_in_the_middle_and_twice_while_all_go
                 await kill_tokenizer(tiny_stack)
             assert_same(await answers, expected)
             metrics = tiny_stack.metrics()
-            assert metrics["tokenloom_gateway_resubmissions_total"] > 2 * len(load.bodies)
+            assert metrics["tokenloom_gateway_resubmissions_total"] >= 2 * len(load.bodies)
             assert metrics["tokenloom_num_requests_running"] == metrics["tokenloom_num_requests_waiting"] == 0
 
     run(scenario())
