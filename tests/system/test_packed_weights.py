@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.system.stack import Stack, running_stack
+from tests.unit.executor.native.kernel_lab import isas, why_no_kernels
 
 PROMPT = "The moon is the only natural satellite of the Earth. It"
 NUM_TOKENS = 48
@@ -20,6 +21,10 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "logprobs": 3}
 
 @pytest.fixture(scope="module")
 def packed_stack() -> Iterator[Stack]:
+    if (reason := why_no_kernels()) is not None:
+        pytest.skip(reason)
+    if isas()[0] == "portable":
+        pytest.skip("torch serves on CPUs without AVX2")
     with running_stack("--log-level=info") as stack:
         yield stack
 
