@@ -95,7 +95,7 @@ def test_one_that_drains_or_is_not_healthy_gets_nothing_however_idle() -> None:
 
 def test_all_that_ended_counts_no_more_however_it_ended() -> None:
     async def story(pool: TokenizerPool, clients: list[TokenizerClient]) -> None:
-        clients[1].is_serving = False
+        clients[1].is_up = False
         first, *_ = [submit(pool, num_choices=2) for _ in range(4)]
         assert in_flight(clients) == [8, 0]
         first.abandon(GONE)
