@@ -26,11 +26,12 @@ serve: $(DONE)
 
 test: test-unit test-service test-system test-faults
 
+# Two at a time, file by file; what starts whole stacks has the machine for itself.
 test-unit: $(DONE)
-	$(BIN)/pytest -q -m 'not slow' tests/test_tidy.py tests/unit tests/property tests/golden
+	$(BIN)/pytest -q -m 'not slow' -n 2 --dist loadfile tests/test_tidy.py tests/unit tests/property tests/golden
 
 test-service: $(DONE)
-	$(BIN)/pytest -q -m 'not slow' tests/service
+	$(BIN)/pytest -q -m 'not slow' -n 2 --dist loadfile tests/service
 
 test-system: $(DONE)
 	$(BIN)/pytest -q -m 'not slow' tests/system
