@@ -266,7 +266,7 @@ def test_of_two_tokenizers_one_is_killed_and_its_streams_go_on_through_the_other
         assert_same(await answers, expected)
         assert await direct_text == expected_text
         metrics = await stages.metrics()
-        assert metrics["tokenloom_gateway_resubmissions_total"] == len(load.bodies) / 2
+        assert 0 < metrics["tokenloom_gateway_resubmissions_total"] < len(load.bodies), "those of one of the two"
         assert metrics["tokenloom_num_requests_running"] == metrics["tokenloom_num_requests_waiting"] == 0
 
     async def scenario() -> None:

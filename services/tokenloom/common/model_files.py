@@ -31,6 +31,7 @@ _MANIFEST = "manifest.json"
 _MANIFEST_SCHEMA = 1
 _SAMPLE_BYTES = 1 << 20
 _HASH_WHOLE_BYTES = 1 << 30
+_GGUF_VERSIONS = (2, 3)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -131,11 +132,13 @@ def _checked(source: ModelSource) -> ModelSource:
     path = source.folder / (source.gguf_file or "")
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            head = file.read(8)
     except OSError as error:
         raise SetupError(f"{path}: {error.strerror}") from None
-    if magic != b"GGUF":
+    if head[:4] != b"GGUF":
         raise SetupError(f"{path} is no GGUF file (it does not begin with the letters GGUF); download it again")
+    if (version := int.from_bytes(head[4:], "little")) not in _GGUF_VERSIONS:
+        raise SetupError(f"{path} is of GGUF version {version}, which is not known; download it again")
     return source
 
 

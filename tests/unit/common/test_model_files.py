@@ -88,10 +88,10 @@ def test_a_folder_with_safetensors_is_a_model_named_after_it(tmp_path: Path) -> 
 
 def test_a_gguf_is_found_by_its_file_and_by_its_folder(tmp_path: Path) -> None:
     file = tmp_path / "tiny.Q4_0.gguf"
-    file.write_bytes(b"GGUF rest")
+    file.write_bytes(b"GGUF\x03\0\0\0 rest")
     assert resolve_model(str(file)) == ModelSource("tiny.Q4_0", tmp_path, file.name)
     assert resolve_model(str(tmp_path)).gguf_file == file.name
-    (tmp_path / "second.gguf").write_bytes(b"GGUF")
+    (tmp_path / "second.gguf").write_bytes(b"GGUF\x03\0\0\0")
     with pytest.raises(SetupError, match="2 GGUF files"):
         resolve_model(str(tmp_path))
 
@@ -102,6 +102,7 @@ def test_a_gguf_is_found_by_its_file_and_by_its_folder(tmp_path: Path) -> None:
         (lambda d: d / "nothing", "no such file or folder"),
         (lambda d: d, "holds no weights"),
         (lambda d: _write(d / "broken.gguf", b"GGXX"), "is no GGUF file"),
+        (lambda d: _write(d / "broken.gguf", b"GGUF" + bytes(range(20))), "GGUF version 50462976"),
         (lambda d: _write(d / "empty.gguf", b""), "is no GGUF file"),
         (lambda d: _write(d / "weights.bin", b"x"), "give a .gguf file"),
     ],

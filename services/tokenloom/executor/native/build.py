@@ -82,7 +82,8 @@ def build_native(config: ExecutorConfig, source: ModelSource) -> NativeModel:
     except (LibraryMissing, UnsupportedWeights) as error:
         raise NativeUnavailable(str(error)) from None
     except (GgufError, OSError) as error:
-        raise SetupError(f"{source.folder / source.gguf_file} cannot be read as a model: {error}") from None
+        path = source.folder / source.gguf_file
+        raise SetupError(f"{path} cannot be read as a model ({error}); download it again") from None
     return NativeModel(forward, _facts(config, source, forward, isa), forward.weights_name, isa)
 
 
