@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, without torch and without reading the weights.
 
 transformers builds the tokenizer from the file's metadata; its own reader of that metadata imports torch, which this
-stage does not need. So the metadata is read here, and only the building is transformers'.
+stage does not need. So the metadata is read by our own, and only the building is transformers'.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (layout of the file, names of the entries);
 `get_gguf_tokenizer` in transformers, integrations/gguf/gguf_tokenizer_mapping.py (which entries mean what).
@@ -9,17 +9,12 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (layout of the
 
 from __future__ import annotations
 
-import mmap
-import struct
 from pathlib import Path
 from typing import Any
 
 from tokenloom.common.errors import SetupError
+from tokenloom.common.gguf_file import GgufError, GgufFile
 
-_MAGIC = b"GGUF"
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_MAX_ENTRIES = 1 << 20
 _NAMED_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -34,9 +29,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises: SetupError if the file is broken.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(content).metadata()
-    except (OSError, ValueError, struct.error) as error:
+        return GgufFile(path, wanted_arrays=None).fields
+    except (OSError, GgufError) as error:
         raise SetupError(f"{path} is no usable GGUF file ({error}); download it again") from None
 
 
@@ -91,51 +85,3 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
     if metadata.get("tokenizer.ggml.model") == "llama":
         config.setdefault("add_bos_token", True)
     return config
-
-
-class _Reader:
-    """Reads a GGUF file's head from its start; numbers are little endian."""
-
-    def __init__(self, content: mmap.mmap) -> None:
-        self._content = content
-        self._at = 0
-
-    def metadata(self) -> dict[str, Any]:
-        if self._content[:4] != _MAGIC:
-            raise ValueError("it does not begin with the letters GGUF")
-        self._at = 4
-        version, _, num_entries = self._scalar("I"), self._scalar("Q"), self._scalar("Q")
-        if version not in (2, 3) or num_entries > _MAX_ENTRIES:
-            raise ValueError(f"version {version} with {num_entries} entries")
-        return {self._string(): self._value(self._scalar("I")) for _ in range(num_entries)}
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            kind, length = self._scalar("I"), self._scalar("Q")
-            if length > len(self._content) - self._at:
-                raise ValueError("an array runs past the end of the file")
-            if kind in _SCALARS:
-                return self._scalars(_SCALARS[kind], length)
-            return [self._value(kind) for _ in range(length)]
-        if kind not in _SCALARS:
-            raise ValueError(f"unknown type of entry {kind}")
-        return self._scalar(_SCALARS[kind])
-
-    def _scalar(self, code: str) -> Any:
-        return self._scalars(code, 1)[0]
-
-    def _scalars(self, code: str, length: int) -> list[Any]:
-        layout = f"<{length}{code}"
-        values = struct.unpack_from(layout, self._content, self._at)
-        self._at += struct.calcsize(layout)
-        return list(values)
-
-    def _string(self) -> str:
-        (length,) = struct.unpack_from("<Q", self._content, self._at)
-        start = self._at + 8
-        self._at = start + length
-        if self._at > len(self._content):
-            raise ValueError("a text runs past the end of the file")
-        return self._content[start : self._at].decode("utf-8", "replace")

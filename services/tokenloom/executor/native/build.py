@@ -19,12 +19,12 @@ import torch
 
 from tokenloom import __version__
 from tokenloom.common.errors import SetupError
+from tokenloom.common.gguf_file import GgufError, GgufFile
 from tokenloom.common.model_files import ModelSource, cached_dir
 from tokenloom.executor.capabilities import default_sampling, eos_token_ids, own_model_len
 from tokenloom.executor.config import ExecutorConfig
 from tokenloom.executor.gate import ModelRefused
 from tokenloom.executor.model_loader import LoadOptions, load_causal_lm
-from tokenloom.executor.native.gguf_file import GgufError, GgufFile
 from tokenloom.executor.native.gguf_weights import GgufWeights
 from tokenloom.executor.native.library import LibraryMissing, Pool, load_library
 from tokenloom.executor.native.llama import NativeLlama

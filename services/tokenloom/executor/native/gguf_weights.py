@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenloom.executor.native.gguf_file import GgufFile, GgufTensor
+from tokenloom.common.gguf_file import GgufFile, GgufTensor
 from tokenloom.executor.native.library import Format
 from tokenloom.executor.native.llama import LlamaShape
 from tokenloom.executor.native.weights import Floats, RawMatrix, UnsupportedWeights, raw_floats
@@ -70,7 +70,7 @@ class GgufWeights:
             return None
         if tensor.type_name != "F32":
             raise UnsupportedWeights(f"{name} is of type {tensor.type_name}")
-        return tensor.data.reshape(-1).view(np.float32)
+        return np.frombuffer(tensor.data, np.float32)
 
     def _tensor(self, name: str) -> GgufTensor | None:
         if name in _WHOLE:
@@ -114,7 +114,8 @@ class GgufWeights:
 def _raw(tensor: GgufTensor, name: str) -> RawMatrix:
     num_inputs = tensor.shape[-1]
     if tensor.type_name == "F16":
-        return raw_floats(tensor.data.view(np.float16).astype(np.float32))
+        return raw_floats(np.frombuffer(tensor.data, np.float16).reshape(-1, num_inputs).astype(np.float32))
     if tensor.type_name not in Format.__members__:
         raise UnsupportedWeights(f"{name} is of type {tensor.type_name}")
-    return RawMatrix(Format[tensor.type_name], num_inputs, tensor.data)
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(-1, tensor.row_bytes)
+    return RawMatrix(Format[tensor.type_name], num_inputs, rows)

@@ -20,8 +20,8 @@ from tests.unit.executor.native.kernel_lab import (
     kernels_of,
     write_tiny_gguf,
 )
+from tokenloom.common.gguf_file import GgufFile
 from tokenloom.executor.kv_cache import KVCache
-from tokenloom.executor.native.gguf_file import GgufFile
 from tokenloom.executor.native.gguf_weights import GgufWeights
 from tokenloom.executor.native.library import Format, Pool
 from tokenloom.executor.native.llama import NativeLlama

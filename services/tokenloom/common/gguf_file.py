@@ -1,8 +1,8 @@
-"""Reads a GGUF file: what it says of the model, and where its tensors are.
+"""Reads a GGUF file: what it says of the model and its vocabulary, and where its tensors are.
 
 The gguf package's reader turns each of a vocabulary's strings into arrays, which takes four seconds for 49,152 of them;
-a start to the first token has three. This one skips the arrays that nobody asks for, and checks every length before it
-believes it: files come from strangers.
+transformers' needs torch. This one skips the arrays that nobody asks for, and checks every length before it believes
+it: files come from strangers.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -15,9 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -42,12 +39,14 @@ class GgufTensor:
     Args:
         type_name: F32, F16, BF16, Q4_0, Q4_1 or Q8_0; the type's number as text if it is another.
         shape: rows first, as in torch.
-        data: `[rows, bytes of a row]`, a view of the file; empty for a type that is not known.
+        row_bytes: of one row of the last dimension; 0 for a type that is not known.
+        data: all rows, a view of the file.
     """
 
     type_name: str
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    row_bytes: int
+    data: memoryview
 
 
 class GgufFile:
@@ -55,7 +54,7 @@ class GgufFile:
 
     Args:
         path: of the file.
-        wanted_arrays: keys of arrays to read; others are skipped.
+        wanted_arrays: keys of arrays to read; others are skipped. None: all are wanted.
 
     Attributes:
         fields: scalars and strings by key, and the wanted arrays as lists.
@@ -64,14 +63,14 @@ class GgufFile:
     Raises: GgufError.
     """
 
-    def __init__(self, path: Path, wanted_arrays: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, wanted_arrays: Collection[str] | None = ()) -> None:
         with path.open("rb") as file:
             try:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError:
                 raise GgufError("the file is empty") from None
         self._at = 0
-        self._wanted = frozenset(wanted_arrays)
+        self._wanted = None if wanted_arrays is None else frozenset(wanted_arrays)
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -89,7 +88,7 @@ class GgufFile:
             raise GgufError(f"{num_tensors} tensors and {num_fields} fields are more than a file can hold")
         for _ in range(num_fields):
             key, kind = self._key(), self._numbers("I")[0]
-            value = self._array(key in self._wanted) if kind == _ARRAY else self._value(kind)
+            value = self._array(self._wanted is None or key in self._wanted) if kind == _ARRAY else self._value(kind)
             if value is not None:
                 self.fields[key] = value
         places = [self._tensor_place() for _ in range(num_tensors)]
@@ -110,7 +109,7 @@ class GgufFile:
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, at: int) -> GgufTensor:
         if kind not in _BLOCKS:
-            return GgufTensor(str(kind), shape, np.empty((0, 0), np.uint8))
+            return GgufTensor(str(kind), shape, 0, memoryview(b""))
         numbers, num_bytes = _BLOCKS[kind]
         if shape[-1] % numbers:
             raise GgufError(f"tensor {name!r}: rows of {shape[-1]} numbers are not whole blocks of {numbers}")
@@ -120,8 +119,8 @@ class GgufFile:
             num_rows *= size
         if at + num_rows * row_bytes > len(self._memory):
             raise GgufError(f"tensor {name!r} ends behind the end of the file")
-        data = np.frombuffer(self._memory, np.uint8, num_rows * row_bytes, at)
-        return GgufTensor(NAMES[kind], shape, data.reshape(num_rows, row_bytes))
+        data = memoryview(self._memory)[at : at + num_rows * row_bytes]
+        return GgufTensor(NAMES[kind], shape, row_bytes, data)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -134,9 +133,9 @@ class GgufFile:
         kind, count = self._numbers("IQ")
         if count > len(self._memory):
             raise GgufError(f"an array of {count} values is longer than the file")
-        if kind in _SCALARS and not is_wanted:
-            self._bytes(struct.calcsize(f"<{_SCALARS[kind]}") * count)
-            return None
+        if kind in _SCALARS:
+            content = self._bytes(struct.calcsize(f"<{_SCALARS[kind]}") * count)
+            return list(struct.unpack(f"<{count}{_SCALARS[kind]}", content)) if is_wanted else None
         if kind == _STRING and not is_wanted:
             self._skip_strings(count)
             return None
