@@ -85,7 +85,7 @@ def build_executor(config: ExecutorConfig) -> Loaded:
 def _build_native(config: ExecutorConfig, source: ModelSource, device: torch.device) -> _Built | None:
     """The fast path; None if torch shall serve.
 
-    Raises: SetupError if the fast path is demanded and cannot be had.
+    Raises: SetupError if the fast path is demanded and cannot be had, or the model's files are broken.
     """
     is_asked_for_torch = config.dtype != "auto" or config.attention_backend != "auto"
     if config.cpu_kernels == "torch" or (config.cpu_kernels == "auto" and is_asked_for_torch):
@@ -94,10 +94,10 @@ def _build_native(config: ExecutorConfig, source: ModelSource, device: torch.dev
         if device.type != "cpu":
             raise NativeUnavailable(f"they are for CPUs, and the device is {device}")
         native = build_native(config, source)
-    except NativeUnavailable as reason:
+    except (NativeUnavailable, ModelRefused) as reason:
         if config.cpu_kernels == "native":
             raise SetupError(f"--cpu-kernels native: {reason}") from None
-        level = logging.DEBUG if device.type != "cpu" else logging.INFO
+        level = logging.INFO if isinstance(reason, NativeUnavailable) else logging.WARNING
         log.log(level, "torch serves %s instead of our own kernels: %s", source.model_id, reason)
         return None
     facts, forward = native.facts, native.forward

@@ -46,6 +46,8 @@ class GgufWeights:
             raise UnsupportedWeights("its rope has factors of its own")
         if int(self._field("expert_count", 0)):
             raise UnsupportedWeights("it has experts")
+        if unknown := sorted(name for name in file.tensors if not _is_known(name)):
+            raise UnsupportedWeights(f"it has weights that the kernels do not know: {unknown[0]}")
         self.shape = self._read_shape()
 
     def matrix(self, name: str) -> RawMatrix:
@@ -109,6 +111,12 @@ class GgufWeights:
             rope_scale=1.0,
             sliding_windows=(0,) * num_layers,
         )
+
+
+def _is_known(name: str) -> bool:
+    """A tensor that has its place in a layer or in the whole; what is not known must not be left out in silence."""
+    prefix, _, rest = name.partition(".")
+    return name in _WHOLE.values() or (prefix == "blk" and rest.partition(".")[2] in _PARTS.values())
 
 
 def _raw(tensor: GgufTensor, name: str) -> RawMatrix:

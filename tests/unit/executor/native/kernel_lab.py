@@ -88,8 +88,12 @@ def batch_of(rows: Sequence[tuple[Sequence[int], int, int, Sequence[int]]], bloc
     return build_batch(scheduled, block_size, torch.device("cpu"))
 
 
-def write_tiny_gguf(path: Path, form: Format, seed: int = 0, **shape: int) -> Path:
-    """A model of the llama architecture with random weights, matrices in `form`; queries' rows in llama.cpp's order."""
+def write_tiny_gguf(path: Path, form: Format, seed: int = 0, extra: Sequence[str] = (), **shape: int) -> Path:
+    """A model of the llama architecture with random weights, matrices in `form`; queries' rows in llama.cpp's order.
+
+    Args:
+        extra: names of vectors that such models do not have.
+    """
     import gguf
 
     size = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "mlp": 96, "layers": 2, "context": 1024, **shape}
@@ -125,6 +129,8 @@ def write_tiny_gguf(path: Path, form: Format, seed: int = 0, **shape: int) -> Pa
 
     matrix("token_embd.weight", VOCAB_SIZE, size["hidden"], 0.5)
     norm("output_norm.weight")
+    for name in extra:
+        norm(name)
     for i in range(size["layers"]):
         all_heads, kv = size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
         norm(f"blk.{i}.attn_norm.weight")

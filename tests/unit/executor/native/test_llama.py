@@ -134,12 +134,18 @@ def test_a_prefix_that_another_row_wrote_is_as_good_as_ones_own(packed: tuple[Na
     assert torch.equal(found, undisturbed(model, 0, 48)[32:])
 
 
+def test_weights_that_are_not_known_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "biased.gguf", Format.F32, extra=["blk.0.attn_q.bias"])
+    with kernels_of(isas()[0]) as pool, pytest.raises(UnsupportedWeights, match=r"do not know: blk\.0\.attn_q\.bias"):
+        load(pool, path)
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [({"head_dim": 16}, "head_dim 16 is not a multiple of 32"), ({"heads": 3, "kv_heads": 2}, "not shared evenly")],
 )
 def test_shapes_that_the_kernels_are_not_made_for_are_refused(
-    tmp_path: Path, shape: dict[str, int], reason: str
+    tmp_path: Path, shape: dict[str, Any], reason: str
 ) -> None:
     path = write_tiny_gguf(tmp_path / "odd.gguf", Format.F32, **shape)
     with kernels_of(isas()[0]) as pool, pytest.raises(UnsupportedWeights, match=reason):
